@@ -1,0 +1,201 @@
+"""CSA2: attention over a sliding window, a selection of shared compressed positions, and a sink (ARCHITECTURE 4).
+
+            x [B,S,H] --wq_a, q_norm--> q_latent --wq_b, rope--> q [B,S,heads,D]
+            x --wkv, kv_norm, rope, fp8--> window KV [B,S,D]              (every layer)
+  Full      x --compressor--> latent --rope, nvfp4--> compressed KV [B,T,D]  \
+            latent --indexer--> index keys [B,T,E] --> selection [B,S,K]      > AttentionState, used by later layers
+  Reindex   shared keys --indexer--> a selection of its own                  /
+  Reuse     everything from the state
+            softmax over window, selection and sink --> un-rope --> wo_a (per group) --> wo_b --> [B,S,H]
+
+Differs from a textbook block: keys and values are one tensor for all heads; outputs are rotated back; what one layer
+computes, later layers read from an immutable `AttentionState` and gradients flow back through it.
+
+Shapes: B batch, S sequence, H hidden, D head_dim, T compressed positions, K selected positions, E index_head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dsv41.backend import BackendConfig
+from dsv41.compressor import Compressor
+from dsv41.config import DeepseekV41TextConfig
+from dsv41.indexer import Indexer, membership
+from dsv41.initialization import NamedDraws
+from dsv41.norm import RMSNorm
+from dsv41.precision import full_precision, widen
+from dsv41.quantization import fake_quantize
+from dsv41.rope import layer_frequencies, rotate, rotation_table
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """What CSA2 layers hand to the layers after them. Never mutated: a layer returns a new one.
+
+    Attributes:
+        compressed_kv: Shared compressed keys/values [B, T, D], rotated and NVFP4-rounded.
+        index_keys: Shared index keys [B, T, E].
+        group_mask: Valid compressed positions, bool [B, T].
+        selection: Selected positions int64 [B, S, K], -1 where absent.
+        candidate_blocks: Candidate blocks int64 [B, S, N], -1 where absent; None before a candidate source.
+    """
+
+    compressed_kv: Tensor | None = None
+    index_keys: Tensor | None = None
+    group_mask: Tensor | None = None
+    selection: Tensor | None = None
+    candidate_blocks: Tensor | None = None
+
+
+def window_mask(token_mask: Tensor, window: int) -> Tensor:
+    """Which raw positions a query sees: bool [B, S, S], the last `window` up to itself, live ones only."""
+    index = torch.arange(token_mask.shape[1], device=token_mask.device)
+    distance = index.unsqueeze(-1) - index
+    return ((distance >= 0) & (distance < window)) & token_mask.unsqueeze(1)
+
+
+def eager_attention(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    """Reference attention with one sink logit per head in the denominator.
+
+    Args:
+        q: Queries [B, S, heads, D].
+        kv: Keys and values in one [B, L, D].
+        mask: Bool [B, S, L], true where attended. A row may be empty: its output is zero.
+        sink: [heads], at least fp32.
+
+    Returns:
+        [B, S, heads, D] in the dtype of `q`; arithmetic at least fp32.
+    """
+    with full_precision(q):
+        wide_kv = widen(kv)
+        logits = torch.einsum("bshd,bld->bshl", widen(q), wide_kv) * q.shape[-1] ** -0.5
+        logits = logits.masked_fill(~mask.unsqueeze(2), float("-inf"))
+        column = sink.to(logits.dtype)[:, None].expand(*logits.shape[:2], -1, 1)
+        weights = torch.cat((logits, column), dim=-1).softmax(-1)[..., :-1]
+        return torch.einsum("bshl,bld->bshd", weights, wide_kv).to(q.dtype)
+
+
+def sdpa_attention(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    """`eager_attention` by torch's kernel: the sink becomes a zero key/value with the sink as its additive mask."""
+    batch, _, width = kv.shape
+    with full_precision(q):
+        wide_kv = torch.cat((widen(kv), widen(kv).new_zeros(batch, 1, width)), dim=1).unsqueeze(1)
+        bias = torch.zeros(mask.shape, dtype=wide_kv.dtype, device=kv.device).masked_fill(~mask, float("-inf"))
+        heads = q.shape[2]
+        column = sink.to(bias.dtype).view(1, heads, 1, 1).expand(batch, -1, q.shape[1], 1)
+        bias = torch.cat((bias.unsqueeze(1).expand(-1, heads, -1, -1), column), dim=-1)
+        keys = wide_kv.expand(-1, heads, -1, -1)
+        out = F.scaled_dot_product_attention(widen(q).transpose(1, 2), keys, keys, attn_mask=bias)
+    return out.transpose(1, 2).to(q.dtype)
+
+
+ATTENTION_CORES = {"eager": eager_attention, "sdpa": sdpa_attention}
+
+
+class DeepseekV41Attention(nn.Module):
+    """One CSA2 attention site. Which parts it owns follows from the layer schedule: see the module docstring.
+
+    Args:
+        config: Text configuration.
+        layer_idx: Zero-based layer.
+        backend: Uses `attn`.
+    """
+
+    def __init__(self, config: DeepseekV41TextConfig, layer_idx: int, backend: BackendConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.ratio = config.compress_ratios[layer_idx]
+        self.heads, self.width = config.num_attention_heads, config.head_dim
+        self.groups, self.group_rank = config.o_groups, config.o_lora_rank
+        self.core = ATTENTION_CORES[backend.attn]
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.wq_a = nn.Linear(hidden, config.q_lora_rank, bias=False)
+        self.q_norm = RMSNorm(config.q_lora_rank, eps)
+        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.width, bias=False)
+        self.wkv = nn.Linear(hidden, self.width, bias=False)
+        self.kv_norm = RMSNorm(self.width, eps)
+        # One block per group, stacked along the rows as in the released tensor.
+        self.wo_a = nn.Linear(self.heads * self.width // self.groups, self.groups * self.group_rank, bias=False)
+        self.wo_b = nn.Linear(self.groups * self.group_rank, hidden, bias=False)
+        self.attn_sink = nn.Parameter(torch.zeros(self.heads))
+        compressed = self.ratio > 0
+        self.compressor = (
+            Compressor(config, self.ratio) if compressed and layer_idx in config.kv_source_layer_ids else None
+        )
+        self.indexer = Indexer(config, layer_idx) if compressed and layer_idx in config.index_source_layer_ids else None
+
+    def init_weights(self, draws: NamedDraws) -> None:
+        """A sink logit of zero: one unit of attention mass beside the keys."""
+        nn.init.zeros_(self.attn_sink)
+
+    def _query_rotations(self, positions: Tensor) -> Tensor:
+        return rotation_table(layer_frequencies(self.config, self.ratio > 0), positions)
+
+    def _compressed_rotations(self, count: int, device: torch.device) -> Tensor:
+        starts = torch.arange(count, device=device) * self.ratio
+        return rotation_table(layer_frequencies(self.config, True), starts)
+
+    def forward(
+        self, x: Tensor, state: AttentionState, position_ids: Tensor, token_mask: Tensor
+    ) -> tuple[Tensor, AttentionState]:
+        """Attend.
+
+        Args:
+            x: Normed input [B, S, H].
+            state: What earlier layers published.
+            position_ids: int64 [B, S], 0 to S - 1 in every row.
+            token_mask: Bool [B, S]; padding is false, on the right only.
+
+        Returns:
+            Output [B, S, H] in the dtype of `x`, exactly zero at padding; and the state for the next layer.
+        """
+        table = self._query_rotations(position_ids)
+        q_latent = self.q_norm(self.wq_a(x))
+        q = rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), table)
+        kv = fake_quantize(rotate(self.kv_norm(self.wkv(x)), table), "fp8")
+        mask = window_mask(token_mask, self.config.sliding_window)
+        if self.ratio > 0:
+            state = self._publish(x, q_latent, table, state, token_mask)
+            assert state.compressed_kv is not None  # the configuration's schedule checks guarantee both
+            assert state.selection is not None
+            kv = torch.cat((kv, state.compressed_kv), dim=1)
+            mask = torch.cat((mask, membership(state.selection, state.compressed_kv.shape[1])), dim=-1)
+        mask = mask & token_mask.unsqueeze(-1)
+        return self._project(rotate(self.core(q, kv, mask, self.attn_sink), table, inverse=True)), state
+
+    def _publish(
+        self, x: Tensor, q_latent: Tensor, table: Tensor, state: AttentionState, token_mask: Tensor
+    ) -> AttentionState:
+        """The state with this layer's own keys and selection in it, where it owns any."""
+        if self.compressor is not None:
+            latent = self.compressor(x)
+            rotations = self._compressed_rotations(latent.shape[1], x.device)
+            assert self.indexer is not None  # every KV source is an index source
+            with torch.no_grad():
+                keys = self.indexer.keys(latent, rotations)
+            state = replace(
+                state,
+                compressed_kv=fake_quantize(rotate(latent, rotations), "nvfp4"),
+                index_keys=keys,
+                group_mask=self.compressor.group_mask(token_mask),
+            )
+        if self.indexer is not None:
+            assert state.index_keys is not None  # likewise
+            assert state.group_mask is not None
+            selection, blocks = self.indexer(
+                x, q_latent, state.index_keys, table, state.group_mask, state.candidate_blocks
+            )
+            state = replace(state, selection=selection, candidate_blocks=blocks)
+        return state
+
+    def _project(self, out: Tensor) -> Tensor:
+        """[B, S, heads, D] through each group's own block of `wo_a`, then all together through `wo_b`."""
+        grouped = out.unflatten(2, (self.groups, -1)).flatten(3)
+        blocks = self.wo_a.weight.view(self.groups, self.group_rank, -1)
+        latent = torch.einsum("bsgi,gri->bsgr", grouped, blocks.to(grouped.dtype)).flatten(2)
+        return self.wo_b(latent)

@@ -1,0 +1,612 @@
+"""Configuration of DeepSeek-V4.1, under the field names of the released ``config.json``.
+
+Every rule that a layer schedule has to obey is checked here, once, before a single tensor exists; an error always
+starts with the name of the offending field. What a field means is in the docstring of `DeepseekV41TextConfig`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers import PretrainedConfig
+
+RELEASED_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 65536,
+}
+RELEASED_COMPRESS_RATIOS = [0, 0] + [2] * 18 + [1] * 20 + [0] * 3
+RELEASED_KV_SOURCES = [2, 8, 14, 20]
+RELEASED_INDEX_SOURCES = [2, 8, 14, 20, 24, 28, 32, 36]
+
+RELEASED_NOISE_TOKEN = 128799
+
+# Written into every config.json by the release or by transformers, and without influence on the function.
+METADATA_FIELDS = (
+    "num_key_value_heads",
+    "hidden_act",
+    "attention_bias",
+    "attention_dropout",
+    "use_cache",
+    "topk_method",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "tie_word_embeddings",
+    "num_nextn_predict_layers",
+    "dspark_block_size",
+    "dspark_noise_token_id",
+    "dspark_target_layer_ids",
+    "dspark_markov_rank",
+    "dspark_n_routed_experts",
+    "dspark_num_experts_per_tok",
+)
+
+
+_POSITIVE_FIELDS = (
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_lora_rank",
+    "o_groups",
+    "max_position_embeddings",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "candidate_topk_blocks",
+    "candidate_block_size",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "engram_vocab_size",
+    "engram_n_heads",
+    "engram_head_dim",
+)
+
+
+def is_prime(number: int) -> bool:
+    """Whether `number` is prime, by trial division (the released primes are near 16 million: 4000 divisions)."""
+    if number < 4:
+        return number > 1
+    if number % 2 == 0:
+        return False
+    return all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
+
+
+def next_prime(start: int, taken: set[int]) -> int:
+    """The smallest prime above `start` that is not in `taken`."""
+    candidate = start + 1
+    while candidate in taken or not is_prime(candidate):
+        candidate += 1
+    return candidate
+
+
+def engram_primes(layers: int, max_ngram_size: int, heads: int, vocab_size: int) -> list[list[int]]:
+    """Bucket counts of all Engram hash columns (ARCHITECTURE 6, "Buckets").
+
+    Primes are handed out in the order layer, n-gram size (2 to `max_ngram_size`), head. Each (layer, size) starts its
+    search just above ``vocab_size - 1``, and no prime is used twice.
+
+    Returns:
+        One list per layer with ``(max_ngram_size - 1) * heads`` primes.
+    """
+    taken: set[int] = set()
+    table: list[list[int]] = []
+    for _ in range(layers):
+        row: list[int] = []
+        for _ in range(2, max_ngram_size + 1):
+            prime = vocab_size - 1
+            for _ in range(heads):
+                prime = next_prime(prime, taken)
+                taken.add(prime)
+                row.append(prime)
+        table.append(row)
+    return table
+
+
+def _require(condition: bool, field: str, message: str) -> None:
+    if not condition:
+        raise ValueError(f"{field}: {message}")
+
+
+def _reject_misspelt(kwargs: Iterable[str], known: Iterable[str], owner: str) -> None:
+    """Raise if an unknown key is so close to a known field that it can only be a misspelling of it."""
+    known = list(known)
+    for key in kwargs:
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        if close and key not in known:
+            raise ValueError(f"{key}: {owner} has no such field; did you mean {close[0]!r}?")
+
+
+# Keys of PretrainedConfig itself that look like fields of ours to the misspelling check.
+_BASE_KEYS = frozenset(inspect.signature(PretrainedConfig).parameters) | {"torch_dtype", "model_type", "auto_map"}
+
+
+class DeepseekV41TextConfig(PretrainedConfig):
+    """The text model (ARCHITECTURE 1). Defaults are the released values.
+
+    Args:
+        vocab_size: Number of token ids. None takes the length of the tokenizer (see `for_tokenizer`).
+        hidden_size: Width H of one residual stream.
+        moe_intermediate_size: Inner width of every routed expert and, per shared expert, of the shared one.
+        num_hidden_layers: Number of blocks. The per-layer schedules may be longer: a shorter model is a prefix.
+        num_attention_heads: Query heads; must be divisible by `o_groups`.
+        num_key_value_heads: Always 1: keys and values are one tensor shared by all heads.
+        head_dim: Width D of a head.
+        qk_rope_head_dim: How many of the last channels of a head (and of an index head) rotate; even.
+        q_lora_rank: Width of the query latent, which the indexer reads too.
+        o_lora_rank: Width of the output projection's latent, per group.
+        o_groups: Groups of heads in the output projection.
+        hidden_act: Metadata; the experts use SiLU.
+        swiglu_limit: Clamp L of the experts: ``silu(min(gate, L)) * clamp(up, -L, L)``; 0 switches it off.
+        rms_norm_eps: Epsilon of RMSNorm, of the mHC coefficients and of the Engram gate.
+        attention_bias: Metadata; there are no biases.
+        attention_dropout: Metadata; there is no dropout.
+        initializer_range: Standard deviation of freshly drawn weights.
+        use_cache: Metadata; there is no inference cache.
+        max_position_embeddings: Longest sequence that the model accepts.
+        rope_theta: Rotary base of layers with compression ratio 0 (no YaRN). None takes the one in `rope_parameters`,
+            else 10000.
+        compress_rope_theta: Rotary base of compressed layers (with YaRN).
+        rope_scaling: YaRN settings of compressed layers: rope_type, factor, beta_fast, beta_slow,
+            original_max_position_embeddings. None is no scaling.
+        rope_parameters: The same under the name that transformers 5 writes; may stand beside `rope_scaling`.
+        n_routed_experts: Routed experts per layer.
+        n_shared_experts: Shared experts per layer (fused into one).
+        num_experts_per_tok: Routed experts that a token visits.
+        scoring_func: Router score; only "sqrtsoftplus" exists.
+        topk_method: Metadata; selection is auxiliary-loss-free top-k.
+        norm_topk_prob: Whether routing weights are normalised to sum 1 before scaling.
+        routed_scaling_factor: Factor on the routing weights.
+        sliding_window: Raw positions that each query sees, itself included.
+        compress_ratios: Per layer: 0 window only, r > 0 also one compressed position per r tokens.
+        kv_source_layer_ids: Layers that own a compressor ("Full").
+        index_source_layer_ids: Layers that select compressed positions ("Full" and "Reindex"); others reuse.
+        index_n_heads: Heads of the indexer.
+        index_head_dim: Width of an index head.
+        index_topk: Compressed positions that a query attends to.
+        candidate_source_layer_id: Layer whose scores limit all later selections to a pool of blocks; -1 disables.
+        candidate_topk_blocks: Blocks in the pool.
+        candidate_block_size: Compressed positions per block.
+        hc_mult: Number C of residual streams.
+        hc_sinkhorn_iters: Sinkhorn normalisation rounds.
+        hc_eps: Epsilon of the mixing coefficients.
+        engram_layer_ids: Layers with an Engram memory; empty switches Engram off.
+        engram_num_embeddings: Table rows per Engram layer. None takes exactly the sum of the layer's primes.
+        engram_max_ngram_size: Longest hashed n-gram N; sizes 2 to N are used.
+        engram_vocab_size: Lower bound of every column's bucket count (a prime).
+        engram_n_heads: Hash heads per n-gram size.
+        engram_head_dim: Width of a table row.
+        engram_pad_token_id: Token whose compressed id stands for blocked lookback positions.
+        engram_compressed_vocab_size: Distinct entries of the tokenizer's compressed map. None takes the tokenizer's.
+        num_nextn_predict_layers: Metadata; the draft layers of the release are not built.
+        dspark_block_size: Metadata of the draft layers.
+        dspark_noise_token_id: Metadata of the draft layers. None takes the released 128799 if the vocabulary has it.
+        dspark_target_layer_ids: Metadata of the draft layers.
+        dspark_markov_rank: Metadata of the draft layers.
+        dspark_n_routed_experts: Metadata of the draft layers.
+        dspark_num_experts_per_tok: Metadata of the draft layers.
+        bos_token_id: Metadata.
+        eos_token_id: Metadata.
+        pad_token_id: Metadata.
+        tie_word_embeddings: Always False: embedding and head are separate.
+        **kwargs: Further keys of `PretrainedConfig`, kept as they are.
+
+    Raises:
+        ValueError: A field is out of its range, misspelt or contradicts another one; the message begins with its name.
+    """
+
+    model_type = "deepseek_v41_text"
+    base_config_key = "text_config"
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int | None = 129280,
+        hidden_size: int = 5120,
+        moe_intermediate_size: int = 2304,
+        num_hidden_layers: int = 40,
+        num_attention_heads: int = 64,
+        num_key_value_heads: int = 1,
+        head_dim: int = 512,
+        qk_rope_head_dim: int = 64,
+        q_lora_rank: int = 1280,
+        o_lora_rank: int = 1024,
+        o_groups: int = 8,
+        hidden_act: str = "silu",
+        swiglu_limit: float = 10.0,
+        rms_norm_eps: float = 1e-20,
+        attention_bias: bool = False,
+        attention_dropout: float = 0.0,
+        initializer_range: float = 0.02,
+        use_cache: bool = True,
+        max_position_embeddings: int = 1048576,
+        rope_theta: float | None = None,
+        compress_rope_theta: float = 160000.0,
+        rope_scaling: dict[str, Any] | None = RELEASED_YARN,
+        rope_parameters: dict[str, Any] | None = None,
+        n_routed_experts: int = 384,
+        n_shared_experts: int = 1,
+        num_experts_per_tok: int = 6,
+        scoring_func: str = "sqrtsoftplus",
+        topk_method: str = "noaux_tc",
+        norm_topk_prob: bool = True,
+        routed_scaling_factor: float = 1.5,
+        sliding_window: int = 128,
+        compress_ratios: list[int] = RELEASED_COMPRESS_RATIOS,
+        kv_source_layer_ids: list[int] = RELEASED_KV_SOURCES,
+        index_source_layer_ids: list[int] = RELEASED_INDEX_SOURCES,
+        index_n_heads: int = 32,
+        index_head_dim: int = 128,
+        index_topk: int = 512,
+        candidate_source_layer_id: int = 20,
+        candidate_topk_blocks: int = 2048,
+        candidate_block_size: int = 8,
+        hc_mult: int = 4,
+        hc_sinkhorn_iters: int = 20,
+        hc_eps: float = 1e-6,
+        engram_layer_ids: list[int] = [1, 14],  # noqa: B006 - copied below, never mutated
+        engram_num_embeddings: list[int] | None = None,
+        engram_max_ngram_size: int = 4,
+        engram_vocab_size: int = 16000000,
+        engram_n_heads: int = 8,
+        engram_head_dim: int = 256,
+        engram_pad_token_id: int = 2,
+        engram_compressed_vocab_size: int | None = 99092,
+        num_nextn_predict_layers: int = 3,
+        dspark_block_size: int = 5,
+        dspark_noise_token_id: int | None = None,
+        dspark_target_layer_ids: list[int] = [37, 38, 39],  # noqa: B006 - copied below, never mutated
+        dspark_markov_rank: int = 256,
+        dspark_n_routed_experts: int = 128,
+        dspark_num_experts_per_tok: int = 3,
+        bos_token_id: int | None = 0,
+        eos_token_id: int | None = 1,
+        pad_token_id: int | None = 2,
+        tie_word_embeddings: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in _TEXT_FIELDS}
+        _reject_misspelt(set(kwargs) - _BASE_KEYS, _TEXT_FIELDS, type(self).__name__)
+        scaling = _merge_rope(given.pop("rope_theta"), given.pop("rope_scaling"), given.pop("rope_parameters"))
+        for name, value in given.items():
+            setattr(self, name, list(value) if isinstance(value, list | tuple) else value)
+        if dspark_noise_token_id is None and vocab_size is not None and vocab_size > RELEASED_NOISE_TOKEN:
+            self.dspark_noise_token_id = RELEASED_NOISE_TOKEN
+        self.rope_theta = scaling["rope_theta"]
+        self.rope_parameters = scaling
+        self._init_base(kwargs)
+        self.validate_fields()
+
+    def _init_base(self, kwargs: dict[str, Any]) -> None:
+        # Not `super().__init__(**kwargs)` in `__init__`: command-line parsers follow that call and would offer the
+        # dozens of generation and fine-tuning options of the base class as options of the architecture.
+        kwargs.pop("model_type", None)
+        super().__init__(
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+            pad_token_id=self.pad_token_id,
+            tie_word_embeddings=self.tie_word_embeddings,
+            **kwargs,
+        )
+
+    # ------------------------------------------------------------------ derived values
+
+    @property
+    def layers(self) -> range:
+        """Indices of the blocks that exist."""
+        return range(self.num_hidden_layers)
+
+    @property
+    def active_engram_layer_ids(self) -> list[int]:
+        """Engram layers that exist in this (possibly shortened) model."""
+        return [layer for layer in self.engram_layer_ids if layer < self.num_hidden_layers]
+
+    def kv_source(self, layer: int) -> int:
+        """The layer that owns the compressed keys which `layer` (ratio > 0) attends to."""
+        return max(source for source in self.kv_source_layer_ids if source <= layer)
+
+    def index_source(self, layer: int) -> int:
+        """The layer whose selection `layer` (ratio > 0) uses."""
+        return max(source for source in self.index_source_layer_ids if source <= layer)
+
+    def rows_of_engram_primes(self) -> list[list[int]]:
+        """`engram_primes` of this configuration: one list of bucket counts per entry of `engram_layer_ids`."""
+        return engram_primes(
+            len(self.engram_layer_ids), self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size
+        )
+
+    def for_tokenizer(self, vocab_size: int, compressed_vocab_size: int | None = None) -> DeepseekV41TextConfig:
+        """A copy whose tokenizer-dependent sizes are those of a tokenizer.
+
+        Args:
+            vocab_size: ``len(tokenizer)``.
+            compressed_vocab_size: Distinct entries of its compressed token map; None if no Engram needs it.
+
+        Raises:
+            ValueError: `vocab_size` is set and smaller than the tokenizer, or `engram_compressed_vocab_size` is set
+                and different.
+        """
+        config = copy.deepcopy(self)
+        if config.vocab_size is None:
+            config.vocab_size = vocab_size
+        if config.engram_compressed_vocab_size is None:
+            config.engram_compressed_vocab_size = compressed_vocab_size
+        _require(
+            config.vocab_size >= vocab_size,
+            "vocab_size",
+            f"{config.vocab_size} is smaller than the tokenizer, which has {vocab_size} ids (null takes its length)",
+        )
+        _require(
+            compressed_vocab_size is None or config.engram_compressed_vocab_size == compressed_vocab_size,
+            "engram_compressed_vocab_size",
+            f"{config.engram_compressed_vocab_size} was asked for, but the tokenizer compresses to "
+            f"{compressed_vocab_size} ids (null takes the tokenizer's; every hash multiplier depends on it)",
+        )
+        return config
+
+    # ------------------------------------------------------------------ validation
+
+    def validate_fields(self) -> None:
+        """Check every field alone and all fields together.
+
+        Raises:
+            ValueError: See the class.
+        """
+        self._validate_ranges()
+        self._validate_schedule()
+        self._validate_engram()
+
+    def _validate_ranges(self) -> None:
+        for field in _POSITIVE_FIELDS:
+            value = getattr(self, field)
+            _require(_is_int(value) and value >= 1, field, f"must be an integer of at least 1, got {value!r}")
+        for field in ("vocab_size", "engram_compressed_vocab_size"):
+            value = getattr(self, field)
+            _require(
+                value is None or (_is_int(value) and value >= 1),
+                field,
+                f"must be an integer of at least 1, or null to take the tokenizer's, got {value!r}",
+            )
+        for field in ("swiglu_limit", "rms_norm_eps", "initializer_range", "hc_eps"):
+            value = getattr(self, field)
+            _require(_is_real(value) and value >= 0, field, f"must be a number of at least 0, got {value!r}")
+        for field in ("rope_theta", "compress_rope_theta", "routed_scaling_factor"):
+            value = getattr(self, field)
+            _require(_is_real(value) and value > 0, field, f"must be a number above 0, got {value!r}")
+        _require(self.num_key_value_heads == 1, "num_key_value_heads", f"must be 1, got {self.num_key_value_heads!r}")
+        _require(not self.tie_word_embeddings, "tie_word_embeddings", "must be false: the head is a matrix of its own")
+        _require(
+            self.scoring_func == "sqrtsoftplus", "scoring_func", f"must be 'sqrtsoftplus', got {self.scoring_func!r}"
+        )
+        _require(
+            self.num_experts_per_tok <= self.n_routed_experts,
+            "num_experts_per_tok",
+            f"must be at most n_routed_experts={self.n_routed_experts}, got {self.num_experts_per_tok}",
+        )
+        _require(
+            self.num_attention_heads % self.o_groups == 0,
+            "o_groups",
+            f"must divide num_attention_heads={self.num_attention_heads}, got {self.o_groups}",
+        )
+        width = self.qk_rope_head_dim
+        limit = min(self.head_dim, self.index_head_dim)
+        _require(
+            _is_int(width) and 2 <= width <= limit and width % 2 == 0,
+            "qk_rope_head_dim",
+            f"must be even, at least 2 and at most {limit} (the smaller of head_dim and index_head_dim), got {width!r}",
+        )
+        yarn = self.rope_parameters
+        kind = yarn["rope_type"]
+        _require(kind in ("yarn", "default"), "rope_scaling", f"rope_type must be 'yarn' or 'default', got {kind!r}")
+        if kind == "yarn":
+            for key in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
+                _require(key in yarn, "rope_scaling", f"yarn needs {key!r}")
+                _require(_is_real(yarn[key]) and yarn[key] > 0, "rope_scaling", f"{key} must be above 0: {yarn[key]!r}")
+            _require(yarn["factor"] >= 1, "rope_scaling", f"factor must be at least 1, got {yarn['factor']!r}")
+
+    def _validate_ids(self, field: str, length: int) -> None:
+        ids: Sequence[int] = getattr(self, field)
+        for value in ids:
+            _require(_is_int(value) and 0 <= value < length, field, f"ids must lie in 0..{length - 1}, got {value!r}")
+        _require(list(ids) == sorted(set(ids)), field, f"ids must ascend without repetition, got {list(ids)}")
+
+    def _validate_schedule(self) -> None:
+        ratios = self.compress_ratios
+        _require(
+            len(ratios) >= self.num_hidden_layers,
+            "compress_ratios",
+            f"needs an entry for each of the {self.num_hidden_layers} layers, got {len(ratios)}",
+        )
+        for ratio in ratios:
+            _require(_is_int(ratio) and ratio >= 0, "compress_ratios", f"entries must be integers >= 0, got {ratio!r}")
+        self._validate_ids("kv_source_layer_ids", len(ratios))
+        self._validate_ids("index_source_layer_ids", len(ratios))
+        for field in ("kv_source_layer_ids", "index_source_layer_ids"):
+            for layer in getattr(self, field):
+                _require(ratios[layer] > 0, field, f"layer {layer} has compress_ratios 0 and cannot be a source")
+        missing = sorted(set(self.kv_source_layer_ids) - set(self.index_source_layer_ids))
+        _require(not missing, "index_source_layer_ids", f"must contain the KV source layers {missing}")
+        for layer in self.layers:
+            if ratios[layer] == 0:
+                continue
+            sources = [source for source in self.kv_source_layer_ids if source <= layer]
+            _require(
+                bool(sources) and ratios[sources[-1]] == ratios[layer],
+                "kv_source_layer_ids",
+                f"layer {layer} with compression ratio {ratios[layer]} has no KV source of that ratio at or before it "
+                f"(nearest earlier source: {sources[-1] if sources else 'none'})",
+            )
+        self._validate_candidate_source(ratios)
+
+    def _validate_candidate_source(self, ratios: Sequence[int]) -> None:
+        field, source = "candidate_source_layer_id", self.candidate_source_layer_id
+        _require(_is_int(source) and source >= -1, field, f"must be -1 (off) or a layer, got {source!r}")
+        if source == -1:
+            return
+        _require(
+            source in self.kv_source_layer_ids, field, f"{source} is no KV source; those are {self.kv_source_layer_ids}"
+        )
+        for later in self.kv_source_layer_ids:
+            _require(
+                later <= source or later >= self.num_hidden_layers or ratios[later] == ratios[source],
+                field,
+                f"candidates of layer {source} (ratio {ratios[source]}) cannot serve the later KV source {later} "
+                f"(ratio {ratios[later]})",
+            )
+
+    def _validate_engram(self) -> None:
+        self._validate_ids("engram_layer_ids", len(self.compress_ratios))
+        size = self.engram_max_ngram_size
+        _require(_is_int(size) and size >= 2, "engram_max_ngram_size", f"must be an integer >= 2, got {size!r}")
+        if self.vocab_size is not None:
+            pad = self.engram_pad_token_id
+            _require(
+                not self.engram_layer_ids or (_is_int(pad) and 0 <= pad < self.vocab_size),
+                "engram_pad_token_id",
+                f"must lie in 0..{self.vocab_size - 1}, got {pad!r}",
+            )
+        needed = [sum(primes) for primes in self.rows_of_engram_primes()]
+        if self.engram_num_embeddings is None:
+            self.engram_num_embeddings = needed
+        rows = self.engram_num_embeddings
+        _require(
+            len(rows) == len(self.engram_layer_ids),
+            "engram_num_embeddings",
+            f"needs one entry per Engram layer {self.engram_layer_ids}, got {rows}",
+        )
+        for layer, have, need in zip(self.engram_layer_ids, rows, needed, strict=True):
+            _require(
+                _is_int(have) and have >= need,
+                "engram_num_embeddings",
+                f"layer {layer} needs at least {need} rows (the sum of its primes), got {have!r}",
+            )
+
+
+_TEXT_FIELDS = frozenset(
+    name
+    for name, parameter in inspect.signature(DeepseekV41TextConfig.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _merge_rope(
+    rope_theta: float | None, rope_scaling: dict[str, Any] | None, rope_parameters: dict[str, Any] | None
+) -> dict[str, Any]:
+    """One YaRN description from the released name, the transformers 5 name, or both with equal content."""
+    explicit = rope_scaling is not None and rope_scaling is not RELEASED_YARN
+    chosen = dict(rope_parameters or rope_scaling or {"rope_type": "default"})
+    chosen["rope_type"] = chosen.pop("type", chosen.get("rope_type", "default"))
+    if explicit and rope_parameters:
+        scaling = dict(rope_scaling or {})
+        scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))
+        for key, value in scaling.items():
+            _require(
+                chosen.get(key) == value,
+                "rope_scaling",
+                f"{key}={value!r} contradicts rope_parameters, which has {chosen.get(key)!r}",
+            )
+    theta = chosen.setdefault("rope_theta", 10000.0 if rope_theta is None else rope_theta)
+    _require(
+        rope_theta is None or theta == rope_theta,
+        "rope_theta",
+        f"{rope_theta!r} contradicts rope_parameters, which has {theta!r}",
+    )
+    return chosen
+
+
+class DeepseekV41VisionConfig(PretrainedConfig):
+    """The vision tower (ARCHITECTURE 10). Defaults are the released values; `num_hidden_layers` 0 means no tower."""
+
+    model_type = "deepseek_v41_vision"
+    base_config_key = "vision_config"
+
+    def __init__(
+        self,
+        *,
+        num_hidden_layers: int = 32,
+        hidden_size: int = 1024,
+        num_attention_heads: int = 16,
+        intermediate_size: int = 2816,
+        patch_size: int = 14,
+        rope_theta: float = 10000.0,
+        downsample_ratio: int = 3,
+        max_image_tokens: int = 1024,
+        min_pixels: int = 295936,
+        max_wh_ratio: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, value in list(locals().items()):
+            if name not in ("self", "kwargs", "__class__"):
+                setattr(self, name, value)
+        super().__init__(**kwargs)
+        for field in ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio"):
+            value = getattr(self, field)
+            _require(_is_int(value) and value >= 1, field, f"must be an integer of at least 1, got {value!r}")
+        _require(
+            _is_int(num_hidden_layers) and num_hidden_layers >= 0,
+            "num_hidden_layers",
+            f"must be an integer of at least 0, got {num_hidden_layers!r}",
+        )
+
+
+class DeepseekV41Config(PretrainedConfig):
+    """The released, nested configuration.
+
+    Args:
+        text_config: `DeepseekV41TextConfig` or its fields; None takes the released values.
+        vision_config: `DeepseekV41VisionConfig` or its fields; None is a text-only model.
+        image_token_id: Id at every position of an image span.
+        **kwargs: Further keys of `PretrainedConfig`.
+
+    Raises:
+        ValueError: `image_token_id` is negative, or a nested field is wrong.
+    """
+
+    model_type = "deepseek_v41"
+    # A plain ClassVar would be enough for older releases; newer ones resolve it into their own spec objects.
+    sub_configs_defaults = {"text_config": DeepseekV41TextConfig, "vision_config": DeepseekV41VisionConfig}  # noqa: RUF012
+
+    def __init__(
+        self,
+        *,
+        text_config: DeepseekV41TextConfig | dict[str, Any] | None = None,
+        vision_config: DeepseekV41VisionConfig | dict[str, Any] | None = None,
+        image_token_id: int = 129264,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(text_config, dict):
+            text_config = DeepseekV41TextConfig(**text_config)
+        if isinstance(vision_config, dict):
+            vision_config = DeepseekV41VisionConfig(**vision_config)
+        self.text_config = text_config or DeepseekV41TextConfig()
+        self.vision_config = vision_config or DeepseekV41VisionConfig(num_hidden_layers=0)
+        self.image_token_id = image_token_id
+        _reject_misspelt(set(kwargs) - _BASE_KEYS, ("text_config", "vision_config", "image_token_id"), "the config")
+        _require(_is_int(image_token_id) and image_token_id >= 0, "image_token_id", f"must be >= 0: {image_token_id!r}")
+        super().__init__(**kwargs)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> DeepseekV41TextConfig:
+        """The nested text configuration (transformers reads vocabulary and hidden size through it)."""
+        return self.text_config

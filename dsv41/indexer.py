@@ -1,0 +1,166 @@
+"""The lightning indexer: which compressed positions each query attends to (ARCHITECTURE 5).
+
+score[s, t] = sum_h w[s, h] * relu(q[s, h] . k[t]), over positions whose group has ended. The best `index_topk` are
+kept. With a candidate source there are two levels: that layer also keeps the best blocks of positions, and every later
+selection stays inside them.
+
+Top-k is made deterministic: equal scores go to the lower position, whatever lies behind the query. torch.topk leaves
+that open, and its choice can depend on the length of the row, that is, on the future.
+
+Shapes: B batch, S queries, T compressed positions, I index heads, E index_head_dim, K = min(index_topk, T),
+N candidate blocks kept. Positions and blocks that do not exist are -1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dsv41.config import DeepseekV41TextConfig
+from dsv41.norm import RMSNorm
+from dsv41.quantization import fake_quantize
+from dsv41.rope import rotate
+
+
+def stable_topk(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest finite scores in the last axis, ties to the lower index.
+
+    Args:
+        scores: Floating [..., T]; -inf marks absent entries. Compared in fp32.
+        count: At most this many are returned.
+
+    Returns:
+        int64 [..., min(count, T)], ascending, -1 where fewer exist (all -1 stand last).
+    """
+    length = scores.shape[-1]
+    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0: they are equal scores
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, ordered like the floats
+    index = torch.arange(length, device=scores.device)
+    # One integer holds score and position, so no two are equal and any top-k gives the same set.
+    keys = (ordered.long() << 32) | (0xFFFFFFFF - index)
+    chosen = keys.topk(min(count, length), dim=-1, sorted=False).indices
+    exists = scores.gather(-1, chosen) > float("-inf")
+    chosen = chosen.masked_fill(~exists, length).sort(dim=-1).values
+    return chosen.masked_fill(chosen == length, -1)
+
+
+def membership(indices: Tensor, length: int) -> Tensor:
+    """Bool mask [..., length] that is true at the non-negative `indices` int64 [..., K]."""
+    mask = torch.zeros(*indices.shape[:-1], length + 1, dtype=torch.bool, device=indices.device)
+    return mask.scatter_(-1, indices.masked_fill(indices < 0, length), True)[..., :length]
+
+
+def visible_positions(queries: int, positions: int, ratio: int, device: torch.device) -> Tensor:
+    """Causality over compressed positions: bool [S, T], true where group t has ended by query s."""
+    ended = (torch.arange(queries, device=device) + 1) // ratio
+    return torch.arange(positions, device=device) < ended.unsqueeze(-1)
+
+
+def select_blocks(scores: Tensor, ratio: int, block_size: int, count: int) -> Tensor:
+    """First level of the selection: the candidate blocks of every query.
+
+    Args:
+        scores: [B, S, T], -inf where invisible.
+        ratio: Tokens per compressed position.
+        block_size: Positions per block.
+        count: Blocks to keep; the block of the query's newest visible position is always one of them.
+
+    Returns:
+        int64 block ids [B, S, N], ascending, -1 where fewer exist.
+    """
+    queries, positions = scores.shape[1:]
+    padded = F.pad(scores, (0, -positions % block_size), value=float("-inf"))
+    best = padded.unflatten(-1, (-1, block_size)).amax(-1)
+    if best.shape[-1] == 0:
+        return scores.new_empty(*scores.shape[:2], 0, dtype=torch.long)
+    newest = (torch.arange(queries, device=scores.device) + 1) // ratio - 1
+    forced = torch.arange(best.shape[-1], device=scores.device) == (newest // block_size).unsqueeze(-1)
+    exists = best > float("-inf")
+    return stable_topk(best.masked_fill(forced & exists, float("inf")), count)
+
+
+def mask_to_candidates(scores: Tensor, blocks: Tensor, block_size: int) -> Tensor:
+    """`scores` [B, S, T] with -inf outside the candidate `blocks` [B, S, N]."""
+    positions = scores.shape[-1]
+    allowed = membership(blocks, -(-positions // block_size))
+    allowed = allowed.repeat_interleave(block_size, dim=-1)[..., :positions]
+    return scores.masked_fill(~allowed, float("-inf"))
+
+
+class Indexer(nn.Module):
+    """Scores compressed positions and selects.
+
+    Args:
+        config: Uses hidden_size, q_lora_rank, head_dim, index_*, candidate_*, rms_norm_eps.
+        layer_idx: Layer that owns the indexer (an index source).
+    """
+
+    def __init__(self, config: DeepseekV41TextConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.heads = config.index_n_heads
+        self.width = config.index_head_dim
+        self.topk = config.index_topk
+        self.ratio = config.compress_ratios[layer_idx]
+        self.block_size = config.candidate_block_size
+        self.topk_blocks = config.candidate_topk_blocks
+        source = config.candidate_source_layer_id
+        self.makes_candidates = layer_idx == source
+        self.obeys_candidates = 0 <= source < layer_idx
+        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.width, bias=False)
+        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        owns_keys = layer_idx in config.kv_source_layer_ids
+        self.wk = nn.Linear(config.head_dim, self.width, bias=False) if owns_keys else None
+        self.k_norm = RMSNorm(self.width, config.rms_norm_eps) if owns_keys else None
+
+    def keys(self, latent: Tensor, table: Tensor) -> Tensor:
+        """Index keys of a KV source.
+
+        Args:
+            latent: The compressor's latent [B, T, D], before rotation and quantisation.
+            table: Rotations of the compressed positions, complex [T, rope / 2].
+
+        Returns:
+            [B, T, E], rotated and MXFP4-rounded.
+        """
+        if self.wk is None or self.k_norm is None:
+            raise TypeError("only the indexer of a KV source layer makes keys; the others are given its keys")
+        return fake_quantize(rotate(self.k_norm(self.wk(latent)), table), "mxfp4")
+
+    def scores(self, x: Tensor, q_latent: Tensor, keys: Tensor, table: Tensor, group_mask: Tensor) -> Tensor:
+        """Causal scores, before candidates: [B, S, T] with -inf at positions that a query cannot see.
+
+        Args:
+            x: Input of the attention site [B, S, H].
+            q_latent: Query latent [B, S, q_lora_rank].
+            keys: Shared index keys [B, T, E].
+            table: Rotations of the queries, complex [S, rope / 2].
+            group_mask: Valid compressed positions, bool [B, T].
+        """
+        q = self.wq_b(q_latent).unflatten(-1, (self.heads, self.width))
+        q = fake_quantize(rotate(q, table), "mxfp4")
+        weights = self.weights_proj(x) * (self.width**-0.5 * self.heads**-0.5)
+        products = torch.einsum("bshe,bte->bsht", q, keys).relu()
+        scores = (products * weights.unsqueeze(-1)).sum(2)
+        seen = visible_positions(x.shape[1], keys.shape[1], self.ratio, x.device) & group_mask.unsqueeze(1)
+        return scores.masked_fill(~seen, float("-inf"))
+
+    @torch.no_grad()
+    def forward(
+        self, x: Tensor, q_latent: Tensor, keys: Tensor, table: Tensor, group_mask: Tensor, blocks: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Select; top-k passes no gradient, so nothing here does.
+
+        Args:
+            blocks: Candidate blocks of an earlier candidate source [B, S, N], or None. The rest: see `scores`.
+
+        Returns:
+            Selected positions int64 [B, S, K], ascending, -1 where fewer exist; and the candidate blocks that hold
+            for the layers after this one.
+        """
+        scores = self.scores(x, q_latent, keys, table, group_mask)
+        if self.makes_candidates:
+            blocks = select_blocks(scores, self.ratio, self.block_size, self.topk_blocks)
+        elif self.obeys_candidates and blocks is not None:
+            scores = mask_to_candidates(scores, blocks, self.block_size)
+        return stable_topk(scores, self.topk), blocks

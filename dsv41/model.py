@@ -1,0 +1,406 @@
+"""The decoder (ARCHITECTURE 2): embedding, blocks with single-pass mHC, final norm, fp32 head, loss.
+
+Differs from a textbook decoder:
+- C residual streams per token; each site reads a mixture of them and writes to all of them.
+- The mixture that a site reads with was predicted by the site BEFORE it (`pre_mix` is carried, one-hot at the start).
+- Engram layers write hashed n-gram memory into the streams before their block's attention.
+- Attention layers share compressed keys and selections through an immutable state (see `attention.py`).
+- Embedding and head are separate; head weights and logits are fp32.
+
+Parallelism is not in here.
+
+Shapes: B batch, S sequence, C streams, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from dsv41.attention import AttentionState, DeepseekV41Attention
+from dsv41.backend import BackendConfig
+from dsv41.config import DeepseekV41Config, DeepseekV41TextConfig
+from dsv41.engram import DeepseekV41Engram
+from dsv41.engram_hash import DeepseekV41NgramHash, check_integer_ids, fast_backend
+from dsv41.hyper_connections import HyperConnection, collapse, expand
+from dsv41.initialization import initialize_parameters
+from dsv41.moe import DeepseekV41MoE
+from dsv41.norm import RMSNorm
+from dsv41.precision import full_precision, widen
+
+if TYPE_CHECKING:
+    from dsv41.engram_hash import AnyTokenizer
+
+IGNORE_INDEX = -100
+# Parameters that stay fp32 in a bf16 model, by the end of their names (ARCHITECTURE 9).
+FP32_SUFFIXES = ("attn_sink", "_hc.fn", "_hc.base", "_hc.scale", "lm_head.weight")
+
+
+class DeepseekV41Block(nn.Module):
+    """Engram (where the layer has one), attention site, MoE site.
+
+    Args:
+        config: Text configuration.
+        layer_idx: Zero-based layer.
+        backend: Implementation choices.
+    """
+
+    def __init__(self, config: DeepseekV41TextConfig, layer_idx: int, backend: BackendConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.engram = (
+            DeepseekV41Engram(config, layer_idx, backend) if layer_idx in config.active_engram_layer_ids else None
+        )
+        self.attn_hc = HyperConnection(config)
+        self.attn_norm = RMSNorm(hidden, eps)
+        self.attn = DeepseekV41Attention(config, layer_idx, backend)
+        self.ffn_hc = HyperConnection(config)
+        self.ffn_norm = RMSNorm(hidden, eps)
+        self.ffn = DeepseekV41MoE(config, backend)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        pre_mix: Tensor,
+        state: AttentionState,
+        position_ids: Tensor,
+        token_mask: Tensor,
+        image_mask: Tensor | None = None,
+        engram_hash_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, AttentionState]:
+        """Run the block.
+
+        Args:
+            hidden_states: Streams [B, S, C, H].
+            pre_mix: Carried mixture [B, S, C] of the site before, fp32 (float64 in a float64 model).
+            state: What earlier layers published.
+            position_ids: int64 [B, S].
+            token_mask: Bool [B, S], false at padding.
+            image_mask: Bool [B, S], true at image tokens, or None.
+            engram_hash_ids: int64 [B, S, engram_layers, columns]; None if the model has no Engram.
+
+        Returns:
+            Streams, carried mixture and state for the next block.
+
+        Raises:
+            TypeError: `pre_mix` lost its precision on the way here (a mixed-precision policy cast it).
+        """
+        expected = torch.promote_types(hidden_states.dtype, torch.float32)
+        if pre_mix.dtype != expected:
+            raise TypeError(f"pre_mix: carried mixing coefficients must stay {expected}, got {pre_mix.dtype}")
+        if self.engram is not None:
+            assert engram_hash_ids is not None
+            remembers = token_mask if image_mask is None else token_mask & ~image_mask
+            ids = engram_hash_ids[:, :, self.engram.layer_hash_index]
+            hidden_states = self.engram(hidden_states, ids, remembers)
+
+        next_mix, post, comb = self.attn_hc(hidden_states)
+        x = self.attn_norm(collapse(hidden_states, pre_mix))
+        y, state = self.attn(x, state, position_ids, token_mask)
+        hidden_states = expand(y, hidden_states, post, comb)
+        pre_mix = next_mix
+
+        next_mix, post, comb = self.ffn_hc(hidden_states)
+        x = self.ffn_norm(collapse(hidden_states, pre_mix))
+        y = self.ffn(x, token_mask, image_mask)
+        hidden_states = expand(y, hidden_states, post, comb)
+        return hidden_states, next_mix, state
+
+
+class DeepseekV41Model(nn.Module):
+    """Embedding, blocks, final norm.
+
+    Args:
+        config: Text configuration; sizes that it leaves open are taken from the tokenizer.
+        backend: Implementation choices.
+        tokenizer: Fast tokenizer that makes the ids; needed if an Engram layer exists.
+
+    Raises:
+        ValueError: An Engram without a tokenizer, a tokenizer that contradicts the configuration, or `vocab_size`
+            unset.
+
+    Attributes:
+        config: The configuration, sizes filled in.
+    """
+
+    def __init__(
+        self, config: DeepseekV41TextConfig, backend: BackendConfig, tokenizer: AnyTokenizer | None = None
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.engram_hash: DeepseekV41NgramHash | None = None
+        if config.active_engram_layer_ids:
+            if tokenizer is None:
+                raise ValueError(
+                    f"tokenizer: layers {config.active_engram_layer_ids} have an Engram, which hashes the tokenizer's "
+                    "texts; pass the tokenizer or set engram_layer_ids to []"
+                )
+            self.engram_hash = DeepseekV41NgramHash(config, tokenizer, backend.strict_validation)
+            config = self.engram_hash.config
+        elif tokenizer is not None:
+            config = config.for_tokenizer(fast_backend(tokenizer).get_vocab_size(with_added_tokens=True))
+        if config.vocab_size is None:
+            raise ValueError("vocab_size: unset; give a number, or a tokenizer to take it from")
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DeepseekV41Block(config, layer, backend) for layer in config.layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def check_inputs(
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Token mask (bool [B, S]) and positions (int64 [B, S]) of a batch; errors as in `forward`."""
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+            raise ValueError(f"input_ids: must have shape [batch, sequence >= 1], got {list(input_ids.shape)}")
+        strict = self.backend.strict_validation
+        check_integer_ids(input_ids, "input_ids", self.embed_tokens.num_embeddings, strict)
+        batch, length = input_ids.shape
+        if length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"input_ids: sequence length {length} exceeds max_position_embeddings="
+                f"{self.config.max_position_embeddings}"
+            )
+        host_checks = strict or not input_ids.is_cuda
+        positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
+        if position_ids is not None:
+            if position_ids.is_floating_point() or position_ids.shape != input_ids.shape:
+                raise ValueError(
+                    f"position_ids: must be integers {[batch, length]}, "
+                    f"got {position_ids.dtype} {list(position_ids.shape)}"
+                )
+            if host_checks and not torch.equal(position_ids.long(), positions):
+                raise ValueError(f"position_ids: rows are whole sequences, so they must be 0..{length - 1} in each row")
+        if attention_mask is None:
+            return torch.ones_like(input_ids, dtype=torch.bool), positions
+        if attention_mask.is_floating_point() or attention_mask.is_complex() or attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask: must be bool or integer 0/1 of shape {[batch, length]}, "
+                f"got {attention_mask.dtype} {list(attention_mask.shape)}"
+            )
+        mask = attention_mask.bool()
+        if host_checks:
+            if not torch.equal(mask.to(attention_mask.dtype), attention_mask):
+                raise ValueError("attention_mask: entries must be 0 or 1")
+            if (mask[:, 1:] & ~mask[:, :-1]).any():
+                raise ValueError("attention_mask: padding must be on the right: no 1 may follow a 0 in a row")
+        return mask, positions
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_mask: Tensor | None = None,
+        output_hidden_states: bool = False,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Run all positions.
+
+        Args:
+            input_ids: int32 or int64 token ids [B, S].
+            position_ids: None or 0 to S - 1 in every row.
+            attention_mask: 0/1 [B, S] with padding on the right, or None.
+            image_mask: Bool [B, S], true at image tokens, or None.
+            output_hidden_states: Also return the streams before each block and after the last.
+
+        Returns:
+            Final normed hidden states [B, S, H] (meaningless at padding), and the streams or None.
+
+        Raises:
+            ValueError: Wrong shape, dtype or range; the message names the argument and what is valid.
+        """
+        token_mask, positions = self.check_inputs(input_ids, attention_mask, position_ids)
+        hash_ids = None
+        if self.engram_hash is not None:
+            hash_ids = self.engram_hash(input_ids, token_mask if image_mask is None else token_mask & ~image_mask)
+        embedded = self.embed_tokens(input_ids)
+        streams = embedded.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
+        pre_mix = torch.zeros(
+            *streams.shape[:3], dtype=torch.promote_types(streams.dtype, torch.float32), device=streams.device
+        )
+        pre_mix[..., 0] = 1.0
+        state = AttentionState()
+        kept = [streams]
+        recompute = self.backend.gradient_checkpointing and torch.is_grad_enabled()
+        for block in self.layers:
+            arguments = (streams, pre_mix, state, positions, token_mask, image_mask, hash_ids)
+            if recompute:
+                streams, pre_mix, state = checkpoint(block, *arguments, use_reentrant=False)
+            else:
+                streams, pre_mix, state = block(*arguments)
+            if output_hidden_states:
+                kept.append(streams)
+        hidden = self.norm(collapse(streams, pre_mix))
+        return hidden, tuple(kept) if output_hidden_states else None
+
+
+class DeepseekV41ForCausalLM(PreTrainedModel):
+    """DeepSeek-V4.1 with its language-model head.
+
+    Args:
+        config: Nested configuration.
+        backend: Implementation choices; None takes the defaults.
+        tokenizer: Fast tokenizer that makes the ids; needed if an Engram layer exists. Sizes that the configuration
+            leaves open (`vocab_size`, `engram_compressed_vocab_size`) are taken from it.
+
+    Raises:
+        ValueError: The tokenizer contradicts the configuration, or an Engram lacks one.
+
+    Example:
+        >>> model = DeepseekV41ForCausalLM(DeepseekV41Config(text_config=text), tokenizer=tokenizer)
+        >>> model(input_ids, labels=input_ids).loss.backward()
+    """
+
+    config_class = DeepseekV41Config
+    base_model_prefix = "model"
+    config: DeepseekV41Config
+
+    def __init__(
+        self,
+        config: DeepseekV41Config,
+        backend: BackendConfig | None = None,
+        tokenizer: AnyTokenizer | None = None,
+    ) -> None:
+        super().__init__(copy.deepcopy(config))
+        self.backend = backend or BackendConfig()
+        self.model = DeepseekV41Model(config.text_config, self.backend, tokenizer)
+        text = self.config.text_config = self.model.config
+        assert text.vocab_size is not None  # checked by the decoder
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        self._draw_parameters()
+
+    def _draw_parameters(self) -> None:
+        initialize_parameters(self, self.config.text_config.initializer_range)
+
+    def initialize_weights(  # type: ignore[override]
+        self, buffer_device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """Draw all parameters and restore all derived buffers, for example after ``to_empty`` from the meta device.
+
+        Args:
+            buffer_device: Where derived buffers go; None leaves them where they are.
+            dtype: Of the parameters, except those that stay fp32: mHC, sinks, pooling weights, head. A float64 model
+                is float64 throughout. Integer buffers are never cast.
+
+        Values depend on ``torch.initial_seed()`` and the parameter's name only (see `initialization.py`).
+        """
+        if buffer_device is not None:
+            for module in self.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(buffer_device))
+        self._draw_parameters()
+        self.cast_parameters(dtype)
+
+    def cast_parameters(self, dtype: torch.dtype) -> None:
+        """Cast parameters to `dtype`, leaving those in fp32 that must stay so; buffers are not touched."""
+        for name, parameter in self.named_parameters():
+            keep = self.stays_fp32(name) and dtype != torch.float64
+            parameter.data = parameter.data.to(torch.float32 if keep else dtype)
+
+    def stays_fp32(self, name: str) -> bool:
+        """Whether a parameter is fp32 in a model of a narrower dtype (ARCHITECTURE 9)."""
+        if name.endswith(FP32_SUFFIXES):
+            return True
+        owner, _, leaf = name.rpartition(".compressor.")
+        # A ratio-1 compressor has no gate and computes in the dtype of its input.
+        return bool(owner) and leaf.startswith(("wkv", "wgate")) and self.get_submodule(owner).ratio > 1
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The vocabulary projection."""
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_hidden_states: bool = False,
+        output_hidden_states: bool = False,
+    ) -> CausalLMOutputWithPast:
+        """Logits and loss.
+
+        Args:
+            input_ids: int32 or int64 token ids [B, S].
+            attention_mask: 0/1 [B, S] with padding on the right, or None.
+            position_ids: None or 0 to S - 1 in every row.
+            labels: Token ids [B, S] (NOT shifted; the loss shifts them) with -100 where ignored, or None.
+            logits_to_keep: Number of last positions to project (0 is all), or int64 positions [kept].
+            return_hidden_states: Append the final normed hidden states [B, S, H] to `hidden_states`.
+            output_hidden_states: Put the streams [B, S, C, H] before each block and after the last into
+                `hidden_states`.
+
+        Returns:
+            `loss`: mean cross-entropy in nats over live shifted labels (0 if there are none), or None.
+            `logits`: at least fp32 [B, kept, V]. `hidden_states`: tuple as asked for, or None.
+
+        Raises:
+            ValueError: Wrong shape, dtype or range, or `labels` together with `logits_to_keep`.
+        """
+        if labels is not None:
+            check_labels(labels, input_ids, self.lm_head.out_features)
+            if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
+                raise ValueError("logits_to_keep: must be 0 when labels are given, since the loss needs every position")
+        hidden, streams = self.model(input_ids, position_ids, attention_mask, None, output_hidden_states)
+        logits = self.project(select_positions(hidden, logits_to_keep))
+        loss = None if labels is None else causal_lm_loss(logits, labels)
+        states = (streams or ()) + ((hidden,) if return_hidden_states else ())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states or None)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """The head: [..., H] to logits [..., V], at least fp32 whatever the model's dtype."""
+        with full_precision(hidden):
+            wide = widen(hidden)
+            return F.linear(wide, self.lm_head.weight.to(wide.dtype))
+
+
+def select_positions(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """Positions of `hidden` [B, S, H] that get logits; see `DeepseekV41ForCausalLM.forward`."""
+    length = hidden.shape[1]
+    if isinstance(logits_to_keep, Tensor):
+        if logits_to_keep.dim() != 1:
+            raise ValueError(f"logits_to_keep: positions must be one-dimensional, got {list(logits_to_keep.shape)}")
+        check_integer_ids(logits_to_keep, "logits_to_keep", length, strict=True)
+        return hidden[:, logits_to_keep]
+    if not 0 <= logits_to_keep <= length:
+        raise ValueError(f"logits_to_keep: must lie in 0..{length}, got {logits_to_keep}")
+    return hidden if logits_to_keep == 0 else hidden[:, -logits_to_keep:]
+
+
+def check_labels(labels: Tensor, input_ids: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless `labels` are ids of the vocabulary or -100, shaped like `input_ids`."""
+    if labels.shape != input_ids.shape:
+        raise ValueError(f"labels: must have the shape of input_ids {list(input_ids.shape)}, got {list(labels.shape)}")
+    live = torch.where(labels == IGNORE_INDEX, torch.zeros_like(labels), labels)
+    check_integer_ids(live, f"labels (apart from {IGNORE_INDEX})", vocab_size, strict=not labels.is_cuda)
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    """Next-token cross-entropy in nats.
+
+    Args:
+        logits: [B, S, V], at least fp32; position p predicts label p + 1.
+        labels: int64 [B, S], -100 where ignored.
+        reduction: "mean" over live labels (0 if there are none) or "sum".
+
+    Returns:
+        Scalar.
+    """
+    targets = labels[:, 1:].reshape(-1).long()
+    total = F.cross_entropy(
+        logits[:, :-1].reshape(-1, logits.shape[-1]), targets, ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    if reduction == "sum":
+        return total
+    return total / (targets != IGNORE_INDEX).sum().clamp_min(1)

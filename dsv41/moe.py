@@ -1,0 +1,200 @@
+"""Mixture of experts with a sqrt-softplus router and selection-only biases (ARCHITECTURE 7).
+
+Shapes: N tokens (batch and sequence flattened), H hidden, E experts, k experts per token, M expert width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dsv41.backend import BackendConfig
+from dsv41.config import DeepseekV41TextConfig
+from dsv41.initialization import NamedDraws
+from dsv41.precision import full_precision, widen
+
+
+def sqrt_softplus(x: Tensor) -> Tensor:
+    """``sqrt(softplus(x))`` whose gradient stays finite where softplus underflows to zero (x below about -104)."""
+    positive = F.softplus(x)
+    alive = positive > 0
+    return torch.where(alive, torch.where(alive, positive, 1.0).sqrt(), 0.0)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """``silu(min(gate, L)) * clamp(up, -L, L)``, at least fp32; L = 0 does not clamp."""
+    gate, up = widen(gate), widen(up)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.silu(gate) * up
+
+
+class Router(nn.Module):
+    """Chooses experts by ``score + bias`` and weighs them by the score alone.
+
+    Args:
+        config: Uses hidden_size, n_routed_experts, num_experts_per_tok, norm_topk_prob, routed_scaling_factor.
+
+    Attributes:
+        bias: fp32 buffer [E], selection bias of text tokens; moved by load balancing, never by gradients.
+        bias_vl: The same for image tokens.
+    """
+
+    bias: Tensor
+    bias_vl: Tensor
+
+    def __init__(self, config: DeepseekV41TextConfig) -> None:
+        super().__init__()
+        self.topk = config.num_experts_per_tok
+        self.normalise = config.norm_topk_prob and self.topk > 1
+        self.scale = config.routed_scaling_factor
+        self.initializer_range = config.initializer_range
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.register_buffer("bias", torch.zeros(config.n_routed_experts, dtype=torch.float32))
+        self.register_buffer("bias_vl", torch.zeros(config.n_routed_experts, dtype=torch.float32))
+        self.init_weights(NamedDraws())
+
+    def init_weights(self, draws: NamedDraws) -> None:
+        """Random matrix, zero biases."""
+        draws.normal_(self.weight, "weight", self.initializer_range)
+        self.bias.zero_()
+        self.bias_vl.zero_()
+
+    def forward(self, x: Tensor, image_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Route tokens.
+
+        Args:
+            x: [N, H].
+            image_mask: Bool [N], true for image tokens; None is all text.
+
+        Returns:
+            Experts int64 [N, k] and their weights [N, k], at least fp32.
+        """
+        with full_precision(x):
+            wide = widen(x)
+            scores = sqrt_softplus(F.linear(wide, self.weight.to(wide.dtype)))
+        with torch.no_grad():
+            bias = self.bias
+            if image_mask is not None:
+                bias = torch.where(image_mask.unsqueeze(-1), self.bias_vl, self.bias)
+            experts = (scores + bias.to(scores.dtype)).topk(self.topk, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return experts, weights * self.scale
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked: w1 gate and w3 up [E, M, H], w2 down [E, H, M].
+
+    Args:
+        config: Uses n_routed_experts, moe_intermediate_size, hidden_size, swiglu_limit, initializer_range.
+        backend: Uses `experts`.
+    """
+
+    def __init__(self, config: DeepseekV41TextConfig, backend: BackendConfig) -> None:
+        super().__init__()
+        count, width, hidden = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
+        self.limit = config.swiglu_limit
+        self.initializer_range = config.initializer_range
+        self.dense = backend.experts == "dense"
+        self.w1 = nn.Parameter(torch.empty(count, width, hidden))
+        self.w2 = nn.Parameter(torch.empty(count, hidden, width))
+        self.w3 = nn.Parameter(torch.empty(count, width, hidden))
+        self.init_weights(NamedDraws())
+
+    def init_weights(self, draws: NamedDraws) -> None:
+        """Each expert is drawn by its own index, so that more experts leave the first ones as they are."""
+        for name in ("w1", "w2", "w3"):
+            for index, matrix in enumerate(getattr(self, name).data.unbind(0)):
+                draws.normal_(matrix, f"{index}.{name}", self.initializer_range)
+
+    def _expert(self, x: Tensor, weight: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        inner = swiglu(F.linear(x, w1), F.linear(x, w3), self.limit) * weight
+        return widen(F.linear(inner.to(x.dtype), w2))
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts.
+
+        Args:
+            x: [N, H].
+            experts: int64 [N, k]; -1 where a token visits no expert.
+            weights: [N, k], at least fp32.
+
+        Returns:
+            [N, H], at least fp32.
+        """
+        out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
+        matrices = zip(self.w1.unbind(0), self.w2.unbind(0), self.w3.unbind(0), strict=True)
+        if self.dense:
+            for index, (w1, w2, w3) in enumerate(matrices):
+                share = (weights * (experts == index)).sum(-1, keepdim=True)
+                out = out + self._expert(x, share, w1, w2, w3)
+            return out
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat + 1, minlength=len(self.w1) + 1).tolist()
+        tokens = order // experts.shape[1]
+        shares = weights.flatten()[order].unsqueeze(-1)
+        start = counts[0]
+        for (w1, w2, w3), count in zip(matrices, counts[1:], strict=True):
+            if count == 0:
+                continue
+            rows = tokens[start : start + count]
+            result = self._expert(x[rows], shares[start : start + count], w1, w2, w3)
+            out = out.index_add(0, rows, result)
+            start += count
+        return out
+
+
+class SharedExpert(nn.Module):
+    """The expert every token visits; clamped like the routed ones.
+
+    Args:
+        config: Uses hidden_size, moe_intermediate_size, n_shared_experts, swiglu_limit.
+    """
+
+    def __init__(self, config: DeepseekV41TextConfig) -> None:
+        super().__init__()
+        width = config.moe_intermediate_size * config.n_shared_experts
+        self.limit = config.swiglu_limit
+        self.w1 = nn.Linear(config.hidden_size, width, bias=False)
+        self.w2 = nn.Linear(width, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, H] -> [N, H] in the dtype of `x`."""
+        return self.w2(swiglu(self.w1(x), self.w3(x), self.limit).to(x.dtype))
+
+
+class DeepseekV41MoE(nn.Module):
+    """Router, routed experts and the shared expert.
+
+    Args:
+        config: Text configuration.
+        backend: Uses `experts`.
+    """
+
+    def __init__(self, config: DeepseekV41TextConfig, backend: BackendConfig) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config, backend)
+        self.shared_experts = SharedExpert(config)
+
+    def forward(self, x: Tensor, token_mask: Tensor, image_mask: Tensor | None = None) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x: [B, S, H].
+            token_mask: Bool [B, S]; padding (false) visits no routed expert, only the shared one.
+            image_mask: Bool [B, S] of image tokens, or None.
+
+        Returns:
+            [B, S, H] in the dtype of `x`; routed and shared results are summed at least in fp32, then cast.
+        """
+        flat = x.flatten(0, 1)
+        experts, weights = self.gate(flat, None if image_mask is None else image_mask.flatten())
+        experts = experts.masked_fill(~token_mask.flatten().unsqueeze(-1), -1)
+        out = self.experts(flat, experts, weights) + widen(self.shared_experts(flat))
+        return out.to(x.dtype).view_as(x)
