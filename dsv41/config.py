@@ -358,6 +358,10 @@ class DeepseekV41TextConfig(PretrainedConfig):
         )
         return config
 
+    def fields(self) -> dict[str, Any]:
+        """The constructor's fields as plain values, without what `PretrainedConfig` adds (checkpoints keep these)."""
+        return {name: copy.deepcopy(getattr(self, name)) for name in sorted(_TEXT_FIELDS - {"rope_scaling"})}
+
     # ------------------------------------------------------------------ validation
 
     def validate_fields(self) -> None:

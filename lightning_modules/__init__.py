@@ -1,0 +1,1 @@
+"""Training of DeepSeek-V4.1 with Lightning: task, data, callbacks, command line."""

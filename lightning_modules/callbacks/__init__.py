@@ -1,0 +1,8 @@
+"""One concern per file. Which of them run by default is decided in `lightning_modules.cli`."""
+
+from lightning_modules.callbacks.baseline import UnigramBaseline
+from lightning_modules.callbacks.checkpoint import BestCheckpoint, LatestCheckpoint
+from lightning_modules.callbacks.summary import PartSummary
+from lightning_modules.callbacks.throughput import TokenThroughput
+
+__all__ = ["BestCheckpoint", "LatestCheckpoint", "PartSummary", "TokenThroughput", "UnigramBaseline"]

@@ -1,0 +1,44 @@
+"""Stop at the first number that is not finite, and say where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient became infinite or NaN."""
+
+
+def _not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> list[str]:
+    return [name for name, tensor in tensors if tensor is not None and not bool(torch.isfinite(tensor).all())]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def require_finite_loss(loss: Tensor, module: nn.Module, step: int) -> None:
+    """Raise `NonFiniteError` if the scalar `loss` is not finite, naming the parameters that are not.
+
+    This reads one number from the device per call.
+    """
+    if bool(torch.isfinite(loss)):
+        return
+    names = _not_finite(module.named_parameters())
+    cause = f"parameters that are not finite: {_some(names)}" if names else "all parameters are finite"
+    raise NonFiniteError(f"loss is {float(loss)} in optimizer step {step}; {cause}")
+
+
+def require_finite_gradients(norm: Tensor, module: nn.Module, step: int) -> None:
+    """Raise `NonFiniteError` if the gradient `norm` is not finite, naming the parameters whose gradients are not.
+
+    This reads one number from the device per call.
+    """
+    if bool(torch.isfinite(norm)):
+        return
+    names = _not_finite((name, parameter.grad) for name, parameter in module.named_parameters())
+    cause = f"gradients that are not finite: {_some(names)}" if names else "each gradient is finite, their norm is not"
+    raise NonFiniteError(f"gradient norm is {float(norm)} in optimizer step {step}; {cause}")

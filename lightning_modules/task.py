@@ -1,0 +1,216 @@
+"""The LightningModule: language-model training, validation and test.
+
+Every predicted token has the same weight, in the loss, in the gradient and in the metrics: rows with fewer live labels
+weigh less, and so do micro-batches in gradient accumulation. The model is built in `configure_model`; nothing in here
+knows about ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
+from dsv41.model import IGNORE_INDEX
+from lightning_modules import checkpoint_rule
+from lightning_modules.data.token_bytes import token_byte_lengths
+from lightning_modules.finite import require_finite_gradients, require_finite_loss
+from lightning_modules.metrics import LanguageModelMetric
+from lightning_modules.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule, group_settings
+
+Batch = dict[str, Tensor]
+
+
+class DeepseekV41Task(L.LightningModule):
+    """Trains `DeepseekV41ForCausalLM` on rows of tokens.
+
+    Args:
+        config: Architecture. Sizes left null (`vocab_size`, `engram_compressed_vocab_size`, `engram_num_embeddings`)
+            follow from the tokenizer.
+        backend: Implementation choices that do not change the function.
+        optimizer: AdamW.
+        schedule: Learning rate over steps.
+        tokenizer: Tokenizer of the data; the command line links it from the data module, so it is never typed twice.
+
+    Attributes:
+        model: The model; None until `configure_model`.
+    """
+
+    # ThroughputMonitor reads this; None means that FLOPs are not estimated.
+    flops_per_batch: int | None = None
+
+    def __init__(
+        self,
+        config: DeepseekV41TextConfig,
+        backend: BackendConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        schedule: ScheduleConfig | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+    ) -> None:
+        super().__init__()
+        # Plain values only, so that a checkpoint opens with weights_only=True. From the command line, Lightning puts
+        # the parsed configuration here instead of these objects.
+        self.save_hyperparameters(ignore=["config", "backend", "optimizer", "schedule", "tokenizer"])
+        self.text_config = config
+        self.backend = backend or BackendConfig()
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self.schedule_config = schedule or ScheduleConfig()
+        self.tokenizer = tokenizer
+        self.model: DeepseekV41ForCausalLM | None = None
+        self.metrics = LanguageModelMetric()
+        self.tokens_seen = 0
+        if tokenizer is not None:
+            self.register_buffer("token_bytes", token_byte_lengths(tokenizer), persistent=False)
+        self._start_step()
+
+    # ------------------------------------------------------------------ construction
+
+    def configure_model(self) -> None:
+        """Build the model; Lightning calls this before each of fit, validate, test and predict."""
+        if self.model is None:
+            self.model = DeepseekV41ForCausalLM(
+                DeepseekV41Config(text_config=self.text_config), backend=self.backend, tokenizer=self.tokenizer
+            )
+
+    @property
+    def built(self) -> DeepseekV41ForCausalLM:
+        """The model; RuntimeError before `configure_model`."""
+        if self.model is None:
+            raise RuntimeError("the model does not exist yet: call configure_model() or let a Trainer do it")
+        return self.model
+
+    def setup(self, stage: str) -> None:
+        """Refuse rows that the model cannot take, before any work; show at least one point for very short runs."""
+        length = getattr(getattr(self.trainer, "datamodule", None), "sequence_length", None)
+        if length is not None and length > self.text_config.max_position_embeddings:
+            raise ValueError(
+                f"data.sequence_length: {length} exceeds model.config.max_position_embeddings="
+                f"{self.text_config.max_position_embeddings}"
+            )
+
+    def on_train_start(self) -> None:
+        """Log every step of a run that is shorter than the logging interval."""
+        if self.trainer.estimated_stepping_batches < self.trainer.log_every_n_steps:
+            self.trainer.log_every_n_steps = 1
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW and the schedule, stepped once per optimizer step."""
+        optimizer = build_optimizer(self, self.optimizer_config)
+        schedule = build_schedule(optimizer, self.schedule_config, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # ------------------------------------------------------------------ training
+
+    def _start_step(self) -> None:
+        self._step_nats: Tensor | None = None
+        self._step_tokens: Tensor | None = None
+        self._reference_tokens: Tensor | None = None
+
+    def _summed_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Summed cross-entropy in nats and the number of predicted tokens, both scalars."""
+        out = self.built(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"])
+        tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
+        return out.loss * tokens, tokens
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss whose gradients, added up over the micro-batches of a step, `configure_gradient_clipping` can turn into
+        the gradient of the mean over all predicted tokens of the step.
+
+        The number of tokens in later micro-batches is not known yet, so each summed loss is divided by that of the
+        first one; and multiplied by their number, because Lightning divides by it.
+        """
+        nats, tokens = self._summed_loss(batch)
+        require_finite_loss(nats, self.built, self.trainer.global_step + 1)
+        if self._step_nats is None or self._step_tokens is None:
+            self._step_nats, self._step_tokens = nats.detach(), tokens
+            self._reference_tokens = tokens.clamp_min(1)
+        else:
+            self._step_nats, self._step_tokens = self._step_nats + nats.detach(), self._step_tokens + tokens
+        return nats / self._reference_tokens * self.trainer.accumulate_grad_batches
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Finish the gradient of the step, check it, log it, clip it."""
+        assert self._step_nats is not None
+        assert self._step_tokens is not None
+        assert self._reference_tokens is not None
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.trainer.accumulate_grad_batches > 1:
+            torch._foreach_mul_(gradients, self._reference_tokens / self._step_tokens.clamp_min(1))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        require_finite_gradients(norm, self.built, self.trainer.global_step + 1)
+        self.tokens_seen += int(self._step_tokens)
+        self.log("train/loss", self._step_nats / self._step_tokens.clamp_min(1), prog_bar=True)
+        self.log("train/grad_norm", norm)
+        self.log("train/tokens", float(self.tokens_seen))
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self._start_step()
+
+    # ------------------------------------------------------------------ evaluation
+
+    def _evaluate(self, batch: Batch) -> None:
+        nats, tokens = self._summed_loss(batch)
+        targets = batch["labels"][:, 1:]
+        byte_count = self.token_bytes[targets.clamp_min(0)].masked_fill(targets == IGNORE_INDEX, 0).sum()
+        self.metrics.update(nats, tokens, byte_count)
+
+    def _log_metrics(self, stage: str) -> None:
+        for name, value in self.metrics.compute().items():
+            self.log(f"{stage}/{name}", value, prog_bar=name == "loss")
+        self.metrics.reset()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the validation metrics."""
+        self._evaluate(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log `val/loss` (nats per token), `val/perplexity`, `val/bits_per_byte`."""
+        self._log_metrics("val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the test metrics."""
+        self._evaluate(batch)
+
+    def on_test_epoch_end(self) -> None:
+        """Log `test/loss`, `test/perplexity`, `test/bits_per_byte`."""
+        self._log_metrics("test")
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Batch:
+        """The most likely next token at every position.
+
+        Returns:
+            `row_id` [B], `next_token` int64 [B, S] and its `log_probability` [B, S].
+        """
+        logits = self.built(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        best = logits.log_softmax(-1).max(-1)
+        return {"row_id": batch["row_id"], "next_token": best.indices, "log_probability": best.values}
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _architecture(self) -> dict[str, Any]:
+        hashing = self.built.model.engram_hash
+        fingerprint = None if hashing is None else hashing.map_fingerprint
+        return checkpoint_rule.architecture(self.built.config.text_config, fingerprint)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record the architecture and the tokens seen."""
+        checkpoint[checkpoint_rule.KEY] = self._architecture() | {"tokens_seen": self.tokens_seen}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another function; let the command line win elsewhere (see `checkpoint_rule`)."""
+        self.configure_model()
+        checkpoint_rule.require_same_function(checkpoint, self._architecture())
+        self.tokens_seen = checkpoint[checkpoint_rule.KEY]["tokens_seen"]
+        stored = checkpoint.get("hyper_parameters", {})
+        for line in checkpoint_rule.differences(stored, dict(self.hparams)):
+            rank_zero_info(f"differs from the checkpoint, the command line counts: model.{line}")
+        checkpoint_rule.follow_command_line(checkpoint, group_settings(self.optimizer_config))
