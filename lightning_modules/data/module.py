@@ -1,0 +1,255 @@
+"""The data module: text of any source as batches of token rows."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
+
+from lightning_modules.data.cache import default_cache_dir
+from lightning_modules.data.corpus import check_source
+from lightning_modules.data.prepared import PreparedText
+from lightning_modules.data.rows import RowDataset
+from lightning_modules.data.sampler import Position, ResumableBatchSampler, ResumableLoader, trainer_position
+from lightning_modules.data.tokenization import check_tokenizer_spec
+
+
+class TextDataModule(L.LightningDataModule):
+    """Text as rows of tokens for training, validation and test.
+
+    A batch is a dict of int64 tensors: ``input_ids``, ``attention_mask``, ``labels`` (not shifted) and
+    ``document_ids``, each ``[batch, sequence_length]``, and ``row_id`` ``[batch]``. See ``RowDataset``.
+
+    The order of the training rows depends on the seed and the epoch only, and a run that is resumed inside an epoch
+    goes on at the next batch. What is computed once, the trained tokenizer and the tokens, is kept in ``cache_dir``.
+
+    Args:
+        source: Where the text comes from: "stdlib" (the sources of Python's standard library, always at hand), a file
+            or a folder of text files, .jsonl, .jsonl.gz or .parquet files, "hf:NAME" or "hf:NAME:CONFIG" (a Hugging
+            Face dataset, streamed), or a list of these.
+        tokenizer: "bpe" (byte-level BPE trained on the training documents), "deepseek" (the tokenizer of DeepSeek V4,
+            129280 tokens), or the path of a tokenizer.json or of a folder with one.
+        vocab_size: Tokens of the trained tokenizer, at least 259. Without meaning for other tokenizers.
+        sequence_length: Tokens in a row, at least 2.
+        batch_size: Rows in a batch of one process, at least 1.
+        val_fraction: Share of the documents for validation, from 0 to below 1; 0 is without validation.
+        test_fraction: Share of the documents for test, from 0 to below 1.
+        text_field: Field or column with the text, in .jsonl and .parquet files and Hugging Face datasets.
+        max_documents: Take only the first documents of the source, at least 1. Hugging Face datasets need it.
+        num_workers: Processes that prepare batches; 0 prepares them in the training process.
+        seed: Seed of the order of the training rows, at least 0.
+        cache_dir: Folder for the trained tokenizer and the tokens. By default $DSV41_CACHE, or dsv41 in
+            $XDG_CACHE_HOME, or ~/.cache/dsv41.
+
+    Raises:
+        ValueError: If a value is out of its range.
+        FileNotFoundError: If there is no such source or tokenizer.
+    """
+
+    def __init__(
+        self,
+        source: str | list[str] = "stdlib",
+        tokenizer: str = "bpe",
+        vocab_size: int = 4096,
+        sequence_length: int = 256,
+        batch_size: int = 8,
+        val_fraction: float = 0.05,
+        test_fraction: float = 0.05,
+        text_field: str = "text",
+        max_documents: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_source(source, max_documents)
+        check_tokenizer_spec(tokenizer, vocab_size)
+        for name, value, least in (
+            ("sequence_length", sequence_length, 2),
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("seed", seed, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
+            if not 0 <= fraction < 1:
+                raise ValueError(f"{name} must be from 0 to below 1, got {fraction}")
+        if val_fraction + test_fraction >= 1:
+            raise ValueError(
+                f"val_fraction + test_fraction must be below 1, got {val_fraction} + {test_fraction}: nothing is left"
+                " to train on"
+            )
+        if not text_field:
+            raise ValueError("text_field must be the name of a field, got an empty text")
+        self.source = source
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.text_field = text_field
+        self.max_documents = max_documents
+        self.num_workers = num_workers
+        self.seed = seed
+        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+
+        self._text = PreparedText(
+            source, tokenizer, vocab_size, val_fraction, test_fraction, text_field, max_documents, self.cache_dir
+        )
+
+    @property
+    def fast_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer. Loaded at the first use, and trained if need be; needs neither trainer nor ``setup``."""
+        return self._text.tokenizer
+
+    def token_byte_lengths(self) -> torch.Tensor:
+        """UTF-8 bytes that each token id stands for: int64 ``[len(fast_tokenizer)]``, 0 for special tokens."""
+        return self._text.byte_lengths
+
+    def tokenizer_fingerprint(self) -> str:
+        """Hexadecimal SHA-256 of everything that decides how text becomes token ids."""
+        return self._text.fingerprint
+
+    def prepare_data(self) -> None:
+        """Train the tokenizer and tokenise the corpus, unless both are in the cache."""
+        _ = self._text.stores
+
+    def setup(self, stage: str) -> None:
+        """Open the tokens and check that there are enough for the stage.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+        Raises:
+            ValueError: If a split that the stage needs is empty, or the train split has less than one row.
+        """
+        if stage == "fit":
+            self._text.check_enough("train", self.sequence_length)
+        if stage == "validate" or (stage == "fit" and self.val_fraction > 0):
+            self._text.check_enough("val")
+        if stage in ("test", "predict"):
+            self._text.check_enough("test")
+
+    def dataset(self, split: str) -> RowDataset:
+        """The rows of a split.
+
+        Args:
+            split: ``"train"``, ``"val"`` or ``"test"``.
+
+        Returns:
+            The rows.
+
+        Raises:
+            ValueError: If there is no such split.
+        """
+        return self._text.rows(split, self.sequence_length)
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Batches of the train rows, from where the trainer stands. Without a trainer, those of epoch 0."""
+        rows = self.dataset("train")
+        sampler = ResumableBatchSampler(len(rows), self.batch_size, self.seed, self._position, *self._ranks())
+        return ResumableLoader(self._loader(rows, batch_sampler=sampler))
+
+    def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]] | list[Any]:
+        """Batches of the validation rows, in their order. Without any, an empty list, about which Lightning warns."""
+        rows = self.dataset("val")
+        return self._loader(rows, batch_size=self.batch_size) if len(rows) else []
+
+    def test_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        """Batches of the test rows, in their order."""
+        return self._loader(self.dataset("test"), batch_size=self.batch_size)
+
+    def predict_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        """Batches of the test rows, in their order."""
+        return self.test_dataloader()
+
+    def _loader(self, rows: RowDataset, **batching: Any) -> DataLoader[dict[str, torch.Tensor]]:
+        return DataLoader(
+            rows,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            # Of its own: each iteration draws from the generator, and drawing from the global one would change the
+            # random numbers of the model when training is resumed inside an epoch.
+            generator=torch.Generator().manual_seed(self.seed),
+            **batching,
+        )
+
+    def _ranks(self) -> tuple[int, int]:
+        """Number of this process among the data-parallel ones, and their count."""
+        ranks = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (ranks["rank"], ranks["num_replicas"]) if ranks else (0, 1)
+
+    def _position(self) -> Position | None:
+        return Position(0, 0) if self.trainer is None else trainer_position(self.trainer)
+
+    def unigram_entropy(self, split: str = "val") -> float:
+        """The loss that the best model without context reaches on a split: one that knows the tokens' frequencies.
+
+        Args:
+            split: ``"train"``, ``"val"`` or ``"test"``.
+
+        Returns:
+            Nats per predicted token. A trained model should be well below.
+
+        Raises:
+            ValueError: If there is no such split, or nothing is predicted in it.
+        """
+        return self._text.unigram(split, self.sequence_length)[0]
+
+    def unigram_bits_per_byte(self, split: str = "val") -> float:
+        """``unigram_entropy`` per byte of the predicted tokens' text.
+
+        Args:
+            split: ``"train"``, ``"val"`` or ``"test"``.
+
+        Returns:
+            Bits per UTF-8 byte.
+
+        Raises:
+            ValueError: If there is no such split, or nothing is predicted in it.
+        """
+        return self._text.unigram(split, self.sequence_length)[1]
+
+    def describe(self) -> str:
+        """Documents, tokens, rows and bytes of each split, in one line."""
+        return self._text.describe(self.sequence_length)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides which rows are trained on and in what order, for checkpoints."""
+        return {
+            "hash of the train documents": self._text.splits["train"].digest,
+            "hash of the tokenizer": self._text.fingerprint,
+            "sequence_length": self.sequence_length,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "number of processes": self._ranks()[1],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a resumed training goes on with the same rows in the same order.
+
+        Only training is checked; validation and test may use other data than the checkpoint's run.
+
+        Args:
+            state_dict: The state in the checkpoint.
+
+        Raises:
+            ValueError: If something differs. The message gives both values.
+        """
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        differences = [
+            f"{name} is {value!r} here and {state_dict[name]!r} in the checkpoint"
+            for name, value in self.state_dict().items()
+            if name in state_dict and state_dict[name] != value
+        ]
+        if differences:
+            raise ValueError(
+                f"cannot resume at the next batch: {'; '.join(differences)}. Use"
+                " the settings of the checkpoint's run, or start a new run from its weights alone"
+            )

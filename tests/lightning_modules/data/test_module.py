@@ -1,0 +1,222 @@
+"""The data module: its settings, its batches and what it tells about the corpus."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+
+from lightning_modules.data import TextDataModule, prepared, token_store, tokenization
+from lightning_modules.data.cache import default_cache_dir, written_whole
+
+# Lightning 2.6 uses a name that torch has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
+
+Make = Callable[..., TextDataModule]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"source": "/no/such/place"}, FileNotFoundError, "source '/no/such/place'"),
+        ({"source": "hf:some/set"}, ValueError, "max_documents must be set"),
+        ({"max_documents": 0}, ValueError, "max_documents must be at least 1"),
+        ({"tokenizer": "wordpiece"}, FileNotFoundError, 'tokenizer must be "bpe", "deepseek"'),
+        ({"vocab_size": 200}, ValueError, "vocab_size must be at least 259"),
+        ({"sequence_length": 1}, ValueError, "sequence_length must be at least 2, got 1"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"num_workers": -1}, ValueError, "num_workers must be at least 0, got -1"),
+        ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+        ({"val_fraction": 1.0}, ValueError, "val_fraction must be from 0 to below 1, got 1.0"),
+        ({"test_fraction": -0.1}, ValueError, "test_fraction must be from 0 to below 1, got -0.1"),
+        ({"val_fraction": math.nan}, ValueError, "val_fraction must be from 0 to below 1, got nan"),
+        ({"val_fraction": 0.5, "test_fraction": 0.5}, ValueError, "val_fraction . test_fraction must be below 1"),
+        ({"text_field": ""}, ValueError, "text_field must be the name of a field"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(
+    make_data: Make, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_data(**changes)
+
+
+def test_nothing_is_read_before_it_is_needed(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(prepared, "iterate_documents", refuse)
+    data = make_data()
+    assert not data.cache_dir.exists()
+    with pytest.raises(AssertionError, match="read"):
+        data.prepare_data()
+    assert len(make_data(tokenizer="deepseek").fast_tokenizer) == 129280  # Needs no text.
+
+
+def test_batches_of_all_loaders(make_data: Make) -> None:
+    data = make_data()
+    data.prepare_data()
+    for stage in ("fit", "test", "predict"):
+        data.setup(stage)
+    loaders: dict[str, Any] = {
+        "train": data.train_dataloader(),
+        "val": data.val_dataloader(),
+        "test": data.test_dataloader(),
+    }
+    for split, loader in loaders.items():
+        batches = list(loader)
+        assert len(batches) == len(loader) == math.ceil(len(data.dataset(split)) / 4)
+        assert {name: tuple(values.shape) for name, values in batches[0].items()} == {
+            **dict.fromkeys(("input_ids", "attention_mask", "labels", "document_ids"), (4, 16)),
+            "row_id": (4,),
+        }
+        rows = torch.cat([batch["row_id"] for batch in batches]).tolist()
+        assert sorted(rows) == list(range(len(data.dataset(split))))
+        assert (rows == sorted(rows)) == (split != "train")
+    assert [batch["row_id"].tolist() for batch in data.predict_dataloader()] == [
+        batch["row_id"].tolist() for batch in loaders["test"]
+    ]
+    with pytest.raises(ValueError, match="split must be one of train, val, test, got 'dev'"):
+        data.dataset("dev")
+
+
+def test_second_run_uses_the_caches_also_for_other_rows(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_data()
+    first.prepare_data()
+    files = {file: file.stat().st_mtime_ns for file in first.cache_dir.rglob("*") if file.is_file()}
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("made again")
+
+    monkeypatch.setattr(tokenization, "_train_bpe", refuse)
+    monkeypatch.setattr(token_store, "_tokenize", refuse)
+    second = make_data(sequence_length=9, batch_size=3, seed=4)
+    second.prepare_data()
+    second.prepare_data()
+    second.setup("fit")
+    second.setup("fit")
+    assert second.tokenizer_fingerprint() == first.tokenizer_fingerprint()
+    assert next(iter(second.train_dataloader()))["input_ids"].shape == (3, 9)
+    assert {file: file.stat().st_mtime_ns for file in first.cache_dir.rglob("*") if file.is_file()} == files
+
+
+def test_bpe_sees_the_training_documents_only(make_data: Make, tmp_path: Path) -> None:
+    data = make_data()
+    held_out = [document.name for document in data._text.splits["val"].documents]
+    fingerprint = data.tokenizer_fingerprint()
+    file = Path(str(data.source), held_out[0])
+    file.write_text(file.read_text() + "zzzz qqqq " * 50)
+    changed = make_data()
+    assert changed.tokenizer_fingerprint() == fingerprint
+    assert changed._text.splits["val"].digest != data._text.splits["val"].digest
+
+
+def test_numbers_about_the_corpus(make_data: Make, corpus_dir: Path) -> None:
+    data = make_data()
+    size = sum(file.stat().st_size for file in corpus_dir.rglob("*.txt"))
+    lengths = data.token_byte_lengths()
+    stores = data._text.stores
+    assert sum(int(lengths[store.tokens.astype("int64")].sum()) for store in stores.values()) == size
+    assert sum(store.documents for store in stores.values()) == 40
+    for name, store in stores.items():
+        text = f"{name} {store.documents} documents, {len(store):,} tokens, {len(data.dataset(name))} rows, "
+        assert text in data.describe()
+
+    labels = [label for row in data.dataset("val") for label in row["labels"][1:].tolist() if label != -100]  # type: ignore[attr-defined]
+    shares = [labels.count(token) / len(labels) for token in set(labels)]
+    nats = -sum(share * math.log(share) for share in shares)
+    assert data.unigram_entropy() == pytest.approx(nats)
+    bits_per_byte = nats * len(labels) / math.log(2) / int(lengths[labels].sum())
+    assert data.unigram_bits_per_byte("val") == pytest.approx(bits_per_byte)
+    with pytest.raises(ValueError, match="no text is predicted in the val split, which has 0 tokens"):
+        make_data(val_fraction=0.0).unigram_entropy("val")
+
+
+def test_empty_or_short_splits_are_named(make_data: Make, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"train split has \d+ tokens, less than one row of sequence_length = 100000 \(doc"
+    ):
+        make_data(sequence_length=100_000).setup("fit")
+    for stage, split in (("fit", "val"), ("validate", "val"), ("test", "test"), ("predict", "test")):
+        data = make_data(max_documents=2, val_fraction=1e-9, test_fraction=1e-9)
+        with pytest.raises(
+            ValueError, match=rf"the {split} split is empty \(documents: 2 train, 0 val, 0 test\); raise"
+        ):
+            data.setup(stage)
+
+
+def test_training_without_validation(make_data: Make) -> None:
+    class Model(L.LightningModule):
+        validated = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return self.layer(torch.ones(1)).sum()  # type: ignore[no-any-return]
+
+        def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+            self.validated = True
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    model = Model()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    with pytest.warns(UserWarning, match="Total length of `list` across ranks is zero"):
+        trainer.fit(model, make_data(val_fraction=0.0))
+    assert trainer.global_step == 2
+    assert not model.validated
+
+
+def test_single_file(tmp_path: Path, make_data: Make) -> None:
+    file = tmp_path / "one.txt"
+    file.write_text("".join(f"line {number} of a text\n" for number in range(500)))
+    data = make_data(source=str(file))
+    data.setup("fit")
+    data.setup("test")
+    assert [store.documents for store in data._text.stores.values()] == [1, 1, 1]
+
+
+def test_settings_show_in_the_command_line_help() -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(TextDataModule, "data")
+    text = parser.format_help()
+    for setting in ("source", "tokenizer", "vocab_size", "sequence_length", "max_documents", "cache_dir"):
+        assert f"--data.{setting}" in text
+    assert "Rows in a batch of one process" in text
+    assert parser.parse_args(["--data.source", "[a, b]"]).data.source == ["a", "b"]
+
+
+def test_default_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert default_cache_dir() == Path(os.environ["DSV41_CACHE"])
+    monkeypatch.delenv("DSV41_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "dsv41"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache" / "dsv41"
+
+
+def test_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "file"
+
+    def fail() -> None:
+        with written_whole(target) as partial:
+            partial.write_text("some")
+            raise RuntimeError("half")
+
+    with pytest.raises(RuntimeError, match="half"):
+        fail()
+    assert list(target.parent.iterdir()) == []
+    with written_whole(target) as partial:
+        partial.write_text("all")
+        assert not target.exists()
+    assert [file.name for file in target.parent.iterdir()] == ["file"]
