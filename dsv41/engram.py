@@ -95,7 +95,8 @@ class _CompiledGate:
         except (RuntimeError, OSError, ImportError) as error:
             # Inductor raises a RuntimeError subclass where a compiler is missing; the function is the same eager.
             self.compiled = None
-            logger.warning("Engram gate: compilation failed, running eager instead (%s)", str(error).splitlines()[0])
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logger.warning("Engram gate: compilation failed, running eager instead (%s)", reason)
             return _engram_gate_core(*args)  # type: ignore[arg-type]
         logger.info("Engram gate compiled in %.1f s", time.perf_counter() - start)
         return out

@@ -16,10 +16,13 @@ from dsv41.precision import full_precision, widen
 
 
 def sqrt_softplus(x: Tensor) -> Tensor:
-    """``sqrt(softplus(x))`` whose gradient stays finite where softplus underflows to zero (x below about -104)."""
-    positive = F.softplus(x)
-    alive = positive > 0
-    return torch.where(alive, torch.where(alive, positive, 1.0).sqrt(), 0.0)
+    """``sqrt(softplus(x))`` with a finite gradient for any finite `x`.
+
+    Below -40 it is exp(x / 2) to rounding. Written that way, the gradient does not pass through the reciprocal of a
+    root that has underflowed.
+    """
+    low = (0.5 * x.clamp(max=-40.0)).exp()
+    return torch.where(x < -40.0, low, F.softplus(x.clamp(min=-40.0)).sqrt())
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -138,8 +141,9 @@ class Experts(nn.Module):
         tokens = order // experts.shape[1]
         shares = weights.flatten()[order].unsqueeze(-1)
         start = counts[0]
-        for (w1, w2, w3), count in zip(matrices, counts[1:], strict=True):
-            if count == 0:
+        for index, ((w1, w2, w3), count) in enumerate(zip(matrices, counts[1:], strict=True)):
+            # The first expert runs on zero tokens too, so that the matrices get a gradient in every batch.
+            if count == 0 and index > 0:
                 continue
             rows = tokens[start : start + count]
             result = self._expert(x[rows], shares[start : start + count], w1, w2, w3)
