@@ -25,6 +25,8 @@ _RENAMES = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"\.(attn|ffn)_hc\."), r".hc_\1_"),
 )
+# Parts of the release that this model may be without: draft layers, and the vision tower with its delimiters.
+_OPTIONAL = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline")
 _EXPERT = re.compile(r"^(.*\.ffn\.experts)\.(w[123])$")
 
 
@@ -112,7 +114,7 @@ def _tensors(files: dict[str, Path]) -> Iterator[tuple[str, Tensor]]:
 
 def _check_names_and_shapes(model: nn.Module, files: dict[str, Path], slots: dict[str, Slot]) -> list[str]:
     """Raise before anything is overwritten; returns the names that are skipped on purpose."""
-    skipped = sorted(name for name in files if name not in slots and name.startswith(("mtp.", "vision.", "aligner.")))
+    skipped = sorted(name for name in files if name not in slots and name.startswith(_OPTIONAL))
     missing = sorted(set(slots) - set(files))
     unexpected = sorted(set(files) - set(slots) - set(skipped))
     if missing or unexpected:
@@ -123,9 +125,11 @@ def _check_names_and_shapes(model: nn.Module, files: dict[str, Path], slots: dic
     own = released_state_dict(model)
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 - a safetensors reader is no mapping
-                if name not in slots or files[name] != path:
-                    continue
+            promised = {name for name, file in files.items() if file == path}
+            absent = sorted(promised - set(reader.keys()))
+            if absent:
+                raise ValueError(f"{INDEX_NAME}: {absent[:5]} should be in {path.name}, which does not hold them")
+            for name in sorted(promised & set(slots)):
                 piece = reader.get_slice(name)
                 if tuple(piece.get_shape()) != tuple(own[name].shape):
                     raise ValueError(

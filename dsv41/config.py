@@ -11,7 +11,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -132,6 +132,7 @@ def _reject_misspelt(kwargs: Iterable[str], known: Iterable[str], owner: str) ->
 
 
 # Keys of PretrainedConfig itself that look like fields of ours to the misspelling check.
+_BASE_FIELDS_OF_OURS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 _BASE_KEYS = frozenset(inspect.signature(PretrainedConfig).parameters) | {"torch_dtype", "model_type", "auto_map"}
 
 
@@ -288,20 +289,16 @@ class DeepseekV41TextConfig(PretrainedConfig):
             self.dspark_noise_token_id = RELEASED_NOISE_TOKEN
         self.rope_theta = scaling["rope_theta"]
         self.rope_parameters = scaling
-        self._init_base(kwargs)
+        # Before the base class, whose own checks of rope and head sizes raise without the field's name.
         self.validate_fields()
+        self._init_base(kwargs)
 
     def _init_base(self, kwargs: dict[str, Any]) -> None:
         # Not `super().__init__(**kwargs)` in `__init__`: command-line parsers follow that call and would offer the
         # dozens of generation and fine-tuning options of the base class as options of the architecture.
         kwargs.pop("model_type", None)
-        super().__init__(
-            bos_token_id=self.bos_token_id,
-            eos_token_id=self.eos_token_id,
-            pad_token_id=self.pad_token_id,
-            tie_word_embeddings=self.tie_word_embeddings,
-            **kwargs,
-        )
+        special = {name: getattr(self, name) for name in _BASE_FIELDS_OF_OURS}
+        super().__init__(**special, **kwargs)
 
     # ------------------------------------------------------------------ derived values
 
@@ -424,12 +421,14 @@ class DeepseekV41TextConfig(PretrainedConfig):
 
     def _validate_ids(self, field: str, length: int) -> None:
         ids: Sequence[int] = getattr(self, field)
+        _require(isinstance(ids, list), field, f"must be a list of integers, got {ids!r}")
         for value in ids:
             _require(_is_int(value) and 0 <= value < length, field, f"ids must lie in 0..{length - 1}, got {value!r}")
         _require(list(ids) == sorted(set(ids)), field, f"ids must ascend without repetition, got {list(ids)}")
 
     def _validate_schedule(self) -> None:
         ratios = self.compress_ratios
+        _require(isinstance(ratios, list), "compress_ratios", f"must be a list of integers, got {ratios!r}")
         _require(
             len(ratios) >= self.num_hidden_layers,
             "compress_ratios",
@@ -484,9 +483,10 @@ class DeepseekV41TextConfig(PretrainedConfig):
                 f"must lie in 0..{self.vocab_size - 1}, got {pad!r}",
             )
         needed = [sum(primes) for primes in self.rows_of_engram_primes()]
-        if self.engram_num_embeddings is None:
-            self.engram_num_embeddings = needed
-        rows = self.engram_num_embeddings
+        rows: list[int] | None = getattr(self, "engram_num_embeddings", None)
+        if rows is None:
+            rows = self.engram_num_embeddings = needed
+        _require(isinstance(rows, list), "engram_num_embeddings", f"must be a list of integers or null, got {rows!r}")
         _require(
             len(rows) == len(self.engram_layer_ids),
             "engram_num_embeddings",
@@ -519,6 +519,11 @@ def _merge_rope(
     rope_theta: float | None, rope_scaling: dict[str, Any] | None, rope_parameters: dict[str, Any] | None
 ) -> dict[str, Any]:
     """One YaRN description from the released name, the transformers 5 name, or both with equal content."""
+    _require(
+        rope_theta is None or (_is_real(rope_theta) and rope_theta > 0),
+        "rope_theta",
+        f"must be a number above 0, got {rope_theta!r}",
+    )
     explicit = rope_scaling is not None and rope_scaling is not RELEASED_YARN
     chosen = dict(rope_parameters or rope_scaling or {"rope_type": "default"})
     chosen["rope_type"] = chosen.pop("type", chosen.get("rope_type", "default"))
@@ -589,8 +594,11 @@ class DeepseekV41Config(PretrainedConfig):
     """
 
     model_type = "deepseek_v41"
-    # A plain ClassVar would be enough for older releases; newer ones resolve it into their own spec objects.
-    sub_configs_defaults = {"text_config": DeepseekV41TextConfig, "vision_config": DeepseekV41VisionConfig}  # noqa: RUF012
+    # Declared as classes; transformers resolves them into its own spec objects when the class is made.
+    sub_configs_defaults: ClassVar[dict[str, Any]] = {
+        "text_config": DeepseekV41TextConfig,
+        "vision_config": DeepseekV41VisionConfig,
+    }
 
     def __init__(
         self,

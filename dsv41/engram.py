@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,27 +80,31 @@ class _CompiledGate:
     """The compiled core, with the first call announced: it takes seconds. Without a compiler, eager and a warning."""
 
     def __init__(self) -> None:
-        self.compiled: GateCore | None = torch.compile(_engram_gate_core, dynamic=False)
-        self.first = True
+        self.compiled: Callable[..., Tensor] | None = None
+        self.failed = False
 
-    def __call__(self, *args: object) -> Tensor:
-        if self.compiled is None:
-            return _engram_gate_core(*args)  # type: ignore[arg-type]
-        if not self.first:
-            return self.compiled(*args)  # type: ignore[arg-type]
-        self.first = False
-        logger.info("compiling the Engram gate (once per process and shape) ...")
-        start = time.perf_counter()
-        try:
-            out = self.compiled(*args)  # type: ignore[arg-type]
-        except (RuntimeError, OSError, ImportError) as error:
-            # Inductor raises a RuntimeError subclass where a compiler is missing; the function is the same eager.
-            self.compiled = None
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            logger.warning("Engram gate: compilation failed, running eager instead (%s)", reason)
-            return _engram_gate_core(*args)  # type: ignore[arg-type]
-        logger.info("Engram gate compiled in %.1f s", time.perf_counter() - start)
-        return out
+    def __call__(self, *args: Any) -> Tensor:
+        if self.compiled is not None:
+            return self.compiled(*args)
+        if not self.failed:
+            logger.info("compiling the Engram gate (once per process and shape) ...")
+            start = time.perf_counter()
+            try:
+                compiled = torch.compile(_engram_gate_core, dynamic=False)
+                out = compiled(*args)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, OSError, ImportError) as error:
+                # A missing compiler is a RuntimeError of inductor, an unwritable cache an OSError. The function is
+                # the same eager; if the arguments were at fault, the call below says so.
+                self.failed = True
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                logger.warning("Engram gate: compilation failed, running eager instead (%s)", reason)
+            else:
+                self.compiled = compiled
+                logger.info("Engram gate compiled in %.1f s", time.perf_counter() - start)
+                return out
+        return _engram_gate_core(*args)
 
 
 def compile_engram_gate() -> None:
@@ -111,7 +116,7 @@ def compile_engram_gate() -> None:
     """
     global _engram_gate, _ENGRAM_GATE_COMPILED
     if not _ENGRAM_GATE_COMPILED:
-        _engram_gate = _CompiledGate()  # type: ignore[assignment]
+        _engram_gate = _CompiledGate()
         _ENGRAM_GATE_COMPILED = True
 
 

@@ -34,7 +34,7 @@ _SENTINEL = "\ue000"  # private use: stands for "a single space" while the text 
 
 def fast_backend(tokenizer: AnyTokenizer) -> tokenizers.Tokenizer:
     """The `tokenizers.Tokenizer` inside a fast tokenizer; TypeError for any other."""
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(backend, "decode_batch"):
         raise TypeError(
             f"tokenizer: must be a fast tokenizer (PreTrainedTokenizerFast or tokenizers.Tokenizer), "

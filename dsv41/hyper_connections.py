@@ -11,6 +11,9 @@ Shapes: B batch, S sequence, C streams, H hidden. Coefficients are at least fp32
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +21,38 @@ from torch import Tensor, nn
 from dsv41.config import DeepseekV41TextConfig
 from dsv41.initialization import NamedDraws
 from dsv41.precision import full_precision, widen
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """Sinkhorn in the layout [C_in, C_out, ...], where every sum adds whole vectors, with an analytic backward.
+
+    A step y = x / s, s = sum(x) + eps, is undone by x = y * s, so only the last y and the sums are kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iterations: int, eps: float) -> Tensor:
+        rows = logits.movedim((-2, -1), (0, 1)).contiguous()
+        soft = rows.softmax(1)
+        y = soft + eps
+        sums = []
+        for step in range(2 * iterations - 1):
+            total = y.sum(step % 2, keepdim=True).add_(eps)
+            y.div_(total)
+            sums.append(total)
+        ctx.save_for_backward(soft, y, *sums)
+        return y.movedim((0, 1), (-2, -1)).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        soft, y, *sums = ctx.saved_tensors
+        y = y.clone()
+        gradient = gradients[0].movedim((-2, -1), (0, 1)).contiguous().clone()
+        for step in reversed(range(len(sums))):
+            gradient.sub_((gradient * y).sum(step % 2, keepdim=True)).div_(sums[step])
+            y.mul_(sums[step])
+        weighted = gradient * soft
+        through_softmax = weighted - soft * weighted.sum(1, keepdim=True)
+        return through_softmax.movedim((0, 1), (-2, -1)), None, None
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -32,12 +67,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     Returns:
         Positive matrices like `logits`.
     """
-    x = logits.softmax(-1) + eps
-    x = x / (x.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        x = x / (x.sum(-1, keepdim=True) + eps)
-        x = x / (x.sum(-2, keepdim=True) + eps)
-    return x
+    return _Sinkhorn.apply(logits, iterations, eps)
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
@@ -98,7 +128,7 @@ class HyperConnection(nn.Module):
             self.scale.fill_(0.01)
             self.base.zero_()
             # sigmoid(base) = 1 / C: with equal streams the site reads their common value.
-            self.base[:streams].fill_(-torch.log(torch.tensor(float(max(streams - 1, 1)))).item())
+            self.base[:streams].fill_(-math.log(max(streams - 1, 1)))
             # exp(4) against 1: streams mostly keep to themselves, yet every entry has a gradient.
             self.base[2 * streams :].view(streams, streams).fill_diagonal_(4.0)
 

@@ -154,7 +154,11 @@ class DeepseekV41Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def check_inputs(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        image_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Token mask (bool [B, S]) and positions (int64 [B, S]) of a batch; errors as in `forward`."""
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
@@ -177,6 +181,10 @@ class DeepseekV41Model(nn.Module):
                 )
             if host_checks and not torch.equal(position_ids.long(), positions):
                 raise ValueError(f"position_ids: rows are whole sequences, so they must be 0..{length - 1} in each row")
+        if image_mask is not None and (image_mask.dtype != torch.bool or image_mask.shape != input_ids.shape):
+            raise ValueError(
+                f"image_mask: must be bool {[batch, length]}, got {image_mask.dtype} {list(image_mask.shape)}"
+            )
         if attention_mask is None:
             return torch.ones_like(input_ids, dtype=torch.bool), positions
         if attention_mask.is_floating_point() or attention_mask.is_complex() or attention_mask.shape != input_ids.shape:
@@ -215,7 +223,7 @@ class DeepseekV41Model(nn.Module):
         Raises:
             ValueError: Wrong shape, dtype or range; the message names the argument and what is valid.
         """
-        token_mask, positions = self.check_inputs(input_ids, attention_mask, position_ids)
+        token_mask, positions = self.check_inputs(input_ids, attention_mask, position_ids, image_mask)
         hash_ids = None
         if self.engram_hash is not None:
             hash_ids = self.engram_hash(input_ids, token_mask if image_mask is None else token_mask & ~image_mask)
@@ -278,7 +286,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
     def _draw_parameters(self) -> None:
         initialize_parameters(self, self.config.text_config.initializer_range)
 
-    def initialize_weights(  # type: ignore[override]
+    def initialize_weights(
         self, buffer_device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         """Draw all parameters and restore all derived buffers, for example after ``to_empty`` from the meta device.
@@ -309,7 +317,10 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
             return True
         owner, _, leaf = name.rpartition(".compressor.")
         # A ratio-1 compressor has no gate and computes in the dtype of its input.
-        return bool(owner) and leaf.startswith(("wkv", "wgate")) and self.get_submodule(owner).ratio > 1
+        if not owner or not leaf.startswith(("wkv", "wgate")):
+            return False
+        attention = self.get_submodule(owner)
+        return isinstance(attention, DeepseekV41Attention) and attention.ratio > 1
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

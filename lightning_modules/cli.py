@@ -34,11 +34,14 @@ from lightning_modules.task import DeepseekV41Task
 # A text configuration is a group of options, not a class to choose.
 set_parsing_settings(subclasses_disabled=[DeepseekV41TextConfig])
 
-# Lightning advises more workers and other things that do not fit memory-mapped rows.
-_ADVICE = (
-    ".*does not have many workers.*",
-    ".*is smaller than the logging interval.*",
-    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+# Warnings of Lightning about what is meant to be so.
+_EXPECTED = (
+    ".*does not have many workers",  # rows are memory-mapped
+    ".*is smaller than the logging interval",  # the task lowers the interval
+    "Checkpoint directory .* exists and is not empty",  # a resumed run goes on where it was
+    "The dirpath has changed",  # validate and test have a log directory of their own
+    ".*with Trainer configured with multiple `ModelCheckpoint` callbacks",  # the best one stands first
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated",  # Lightning's own code on the newest torch
 )
 
 
@@ -57,8 +60,9 @@ class DeepseekV41CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the checkpoint options and link the tokenizer."""
-        parser.add_lightning_class_args(LatestCheckpoint, "checkpoint")
+        # The best one first: Lightning resolves ckpt_path="best" through the first checkpoint callback.
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
+        parser.add_lightning_class_args(LatestCheckpoint, "checkpoint")
         parser.link_arguments("data", "model.tokenizer", compute_fn=_tokenizer_of, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -143,7 +147,7 @@ def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
             subcommand: ``get_cli(["--config", "configs/tiny.yaml"], run=False)``.
         run: Execute. False leaves `cli.model`, `cli.datamodule` and `cli.trainer` to the caller (notebooks, tests).
     """
-    for message in _ADVICE:
+    for message in _EXPECTED:
         warnings.filterwarnings("ignore", message)
     return DeepseekV41CLI(
         DeepseekV41Task,

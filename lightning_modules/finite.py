@@ -29,7 +29,7 @@ def require_finite_loss(loss: Tensor, module: nn.Module, step: int) -> None:
         return
     names = _not_finite(module.named_parameters())
     cause = f"parameters that are not finite: {_some(names)}" if names else "all parameters are finite"
-    raise NonFiniteError(f"loss is {float(loss)} in optimizer step {step}; {cause}")
+    raise NonFiniteError(f"loss is {float(loss.detach())} in optimizer step {step}; {cause}")
 
 
 def require_finite_gradients(norm: Tensor, module: nn.Module, step: int) -> None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 ScheduleName = Literal["cosine", "wsd", "constant"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW.
 
@@ -44,7 +44,7 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.eps: must be above 0, got {self.eps}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScheduleConfig:
     """Learning rate over optimizer steps: linear warm-up, then one of three shapes.
 

@@ -7,6 +7,7 @@ knows about ranks.
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as L
@@ -24,6 +25,21 @@ from lightning_modules.metrics import LanguageModelMetric
 from lightning_modules.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule, group_settings
 
 Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over the micro-batches of an optimizer step so far: scalars.
+
+    Attributes:
+        nats: Summed cross-entropy.
+        tokens: Predicted tokens.
+        reference: Predicted tokens of the first micro-batch, at least 1: what every micro-batch's loss is divided by.
+    """
+
+    nats: Tensor
+    tokens: Tensor
+    reference: Tensor
 
 
 class DeepseekV41Task(L.LightningModule):
@@ -44,29 +60,46 @@ class DeepseekV41Task(L.LightningModule):
     # ThroughputMonitor reads this; None means that FLOPs are not estimated.
     flops_per_batch: int | None = None
 
+    token_bytes: Tensor
+
     def __init__(
         self,
         config: DeepseekV41TextConfig,
-        backend: BackendConfig | None = None,
-        optimizer: OptimizerConfig | None = None,
-        schedule: ScheduleConfig | None = None,
+        backend: BackendConfig = BackendConfig(),  # noqa: B008 - frozen
+        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 - frozen
+        schedule: ScheduleConfig = ScheduleConfig(),  # noqa: B008 - frozen
         tokenizer: PreTrainedTokenizerFast | None = None,
     ) -> None:
         super().__init__()
-        # Plain values only, so that a checkpoint opens with weights_only=True. From the command line, Lightning puts
-        # the parsed configuration here instead of these objects.
-        self.save_hyperparameters(ignore=["config", "backend", "optimizer", "schedule", "tokenizer"])
+        # load_from_checkpoint gives back the plain values that are saved below.
+        if isinstance(config, dict):
+            config = DeepseekV41TextConfig(**config)
+        if isinstance(backend, dict):
+            backend = BackendConfig(**backend)
+        if isinstance(optimizer, dict):
+            optimizer = OptimizerConfig(**optimizer)
+        if isinstance(schedule, dict):
+            schedule = ScheduleConfig(**schedule)
         self.text_config = config
-        self.backend = backend or BackendConfig()
-        self.optimizer_config = optimizer or OptimizerConfig()
-        self.schedule_config = schedule or ScheduleConfig()
+        self.backend = backend
+        self.optimizer_config = optimizer
+        self.schedule_config = schedule
+        # Plain values, so that a checkpoint opens with weights_only=True.
+        self.save_hyperparameters(
+            {
+                "config": config.fields(),
+                "backend": asdict(backend),
+                "optimizer": asdict(optimizer),
+                "schedule": asdict(schedule),
+            }
+        )
         self.tokenizer = tokenizer
         self.model: DeepseekV41ForCausalLM | None = None
         self.metrics = LanguageModelMetric()
         self.tokens_seen = 0
         if tokenizer is not None:
             self.register_buffer("token_bytes", token_byte_lengths(tokenizer), persistent=False)
-        self._start_step()
+        self._step: StepTotals | None = None
 
     # ------------------------------------------------------------------ construction
 
@@ -95,21 +128,17 @@ class DeepseekV41Task(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Log every step of a run that is shorter than the logging interval."""
-        if self.trainer.estimated_stepping_batches < self.trainer.log_every_n_steps:
-            self.trainer.log_every_n_steps = 1
+        trainer: Any = self.trainer  # the attribute is real, but Trainer's annotations do not show it
+        if trainer.estimated_stepping_batches < trainer.log_every_n_steps:
+            trainer.log_every_n_steps = 1
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """AdamW and the schedule, stepped once per optimizer step."""
         optimizer = build_optimizer(self, self.optimizer_config)
         schedule = build_schedule(optimizer, self.schedule_config, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # ------------------------------------------------------------------ training
-
-    def _start_step(self) -> None:
-        self._step_nats: Tensor | None = None
-        self._step_tokens: Tensor | None = None
-        self._reference_tokens: Tensor | None = None
 
     def _summed_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy in nats and the number of predicted tokens, both scalars."""
@@ -126,12 +155,13 @@ class DeepseekV41Task(L.LightningModule):
         """
         nats, tokens = self._summed_loss(batch)
         require_finite_loss(nats, self.built, self.trainer.global_step + 1)
-        if self._step_nats is None or self._step_tokens is None:
-            self._step_nats, self._step_tokens = nats.detach(), tokens
-            self._reference_tokens = tokens.clamp_min(1)
+        step = self._step
+        if step is None:
+            step = StepTotals(nats.detach(), tokens, reference=tokens.clamp_min(1))
         else:
-            self._step_nats, self._step_tokens = self._step_nats + nats.detach(), self._step_tokens + tokens
-        return nats / self._reference_tokens * self.trainer.accumulate_grad_batches
+            step = StepTotals(step.nats + nats.detach(), step.tokens + tokens, step.reference)
+        self._step = step
+        return nats / step.reference * self.trainer.accumulate_grad_batches
 
     def configure_gradient_clipping(
         self,
@@ -140,20 +170,18 @@ class DeepseekV41Task(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Finish the gradient of the step, check it, log it, clip it."""
-        assert self._step_nats is not None
-        assert self._step_tokens is not None
-        assert self._reference_tokens is not None
+        step, self._step = self._step, None
+        assert step is not None  # training_step has run
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.trainer.accumulate_grad_batches > 1:
-            torch._foreach_mul_(gradients, self._reference_tokens / self._step_tokens.clamp_min(1))
+            torch._foreach_mul_(gradients, step.reference / step.tokens.clamp_min(1))
         norm = torch.nn.utils.get_total_norm(gradients)
         require_finite_gradients(norm, self.built, self.trainer.global_step + 1)
-        self.tokens_seen += int(self._step_tokens)
-        self.log("train/loss", self._step_nats / self._step_tokens.clamp_min(1), prog_bar=True)
+        self.tokens_seen += int(step.tokens)
+        self.log("train/loss", step.nats / step.tokens.clamp_min(1), prog_bar=True)
         self.log("train/grad_norm", norm)
         self.log("train/tokens", float(self.tokens_seen))
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self._start_step()
 
     # ------------------------------------------------------------------ evaluation
 

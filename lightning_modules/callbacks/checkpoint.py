@@ -63,7 +63,7 @@ class LatestCheckpoint(ModelCheckpoint):
         self._save_once(trainer)
 
     def _save_once(self, trainer: L.Trainer) -> None:
-        if trainer.global_step != self._last_global_step_saved and not trainer.fast_dev_run:
+        if trainer.global_step != self._last_global_step_saved and not getattr(trainer, "fast_dev_run", False):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
 

@@ -46,7 +46,7 @@ def parquet_texts(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
         ImportError: If pyarrow is not installed.
     """
     try:
-        from pyarrow import parquet  # type: ignore[import-untyped]
+        from pyarrow import parquet
     except ImportError as error:
         raise ImportError(f"reading {file} needs pyarrow: pip install dsv41-lightning[parquet]") from error
     with parquet.ParquetFile(file) as table:
@@ -76,7 +76,7 @@ def hugging_face_documents(name: str, config: str | None, text_field: str) -> It
         ImportError: If datasets is not installed.
     """
     try:
-        from datasets import load_dataset  # type: ignore[import-untyped]
+        from datasets import load_dataset
     except ImportError as error:
         raise ImportError(f"source hf:{name} needs datasets: pip install dsv41-lightning[hf]") from error
     # Only the last part, so that a local folder gives the same names wherever it lies.

@@ -181,6 +181,4 @@ def _from_path(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _with_special_tokens(file: Path, special: dict[str, str] = SPECIAL_TOKENS) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_file=str(file), clean_up_tokenization_spaces=False, **special
-    )
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), clean_up_tokenization_spaces=False, **special)

@@ -1,0 +1,71 @@
+"""Every file in configs/ parses and trains, overlays on top of the base as users compose them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_modules.cli import get_cli
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BASES = sorted(CONFIGS.glob("*.yaml"))
+OVERLAYS = sorted(CONFIGS.glob("overlays/*.yaml"))
+
+
+def test_there_is_something_to_test() -> None:
+    assert CONFIGS / "tiny.yaml" in BASES
+    assert set(CONFIGS.rglob("*.yaml")) == set(BASES) | set(OVERLAYS), "a folder of configs that nobody tests"
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [pytest.param((base,), id=base.stem) for base in BASES]
+    + [pytest.param((CONFIGS / "tiny.yaml", overlay), id=overlay.stem) for overlay in OVERLAYS],
+)
+def test_config_trains_and_validates(files: tuple[Path, ...], shared_cache: Path, tmp_path: Path) -> None:
+    args = [option for file in files for option in ("--config", str(file))]
+    small = {
+        "--trainer.fast_dev_run": "true",
+        "--trainer.accelerator": "cpu",
+        "--trainer.enable_progress_bar": "false",
+        "--trainer.logger.init_args.save_dir": str(tmp_path),
+        "--data.cache_dir": str(shared_cache),
+        # The first files of the standard library are enough to build every part.
+        "--data.max_documents": "60",
+        "--data.val_fraction": "0.1",
+        "--data.vocab_size": "600",
+        "--data.batch_size": "1",
+        "--data.sequence_length": "64",
+    }
+    args += [part for option in small.items() for part in option]
+    cli = get_cli(args, run=False)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    metrics: dict[str, Any] = cli.trainer.callback_metrics
+    assert 5 < float(metrics["train/loss"]) < 8
+    assert 5 < float(metrics["val/loss"]) < 8
+
+
+def test_the_default_configuration_has_every_kind_of_layer() -> None:
+    cli = get_cli(["--config", str(CONFIGS / "tiny.yaml")], run=False)
+    config = cli.model.text_config
+    kinds = set()
+    for layer in config.layers:
+        ratio = config.compress_ratios[layer]
+        if ratio == 0:
+            kinds.add("window")
+        elif layer in config.kv_source_layer_ids:
+            kinds.add(f"full-{ratio}")
+        elif layer in config.index_source_layer_ids:
+            kinds.add("reindex")
+        else:
+            kinds.add("reuse")
+    assert kinds == {"window", "full-2", "full-1", "reindex", "reuse"}
+    assert config.candidate_source_layer_id in config.layers
+    assert len(config.active_engram_layer_ids) == 2

@@ -1,0 +1,650 @@
+"""The configuration refuses what no model can be built from, names the field, and means what its docstring says.
+
+Also here: the released defaults, YaRN settings under both of their names, prefixes of a schedule, and a sweep over all
+constructor parameters which shows that each one has an effect or is declared metadata.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig, DeepseekV41VisionConfig
+from dsv41.checkpoint import load_released
+from dsv41.config import METADATA_FIELDS
+from dsv41.rope import layer_frequencies
+
+NAN, INF = float("nan"), float("inf")
+YARN = {"factor": 4, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}
+
+COUNTS = (
+    *("hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank"),
+    *("o_lora_rank", "o_groups", "max_position_embeddings", "n_routed_experts", "n_shared_experts", "index_topk"),
+    *("num_experts_per_tok", "sliding_window", "index_n_heads", "index_head_dim", "candidate_topk_blocks", "hc_mult"),
+    *("candidate_block_size", "hc_sinkhorn_iters", "engram_vocab_size", "engram_n_heads", "engram_head_dim"),
+)
+
+
+@pytest.fixture
+def text_fields(golden_dir: Path) -> Callable[..., dict[str, Any]]:
+    """Fields of the tiny text model as in its file, YaRN under its released name only; keywords replace."""
+
+    def make(**overrides: Any) -> dict[str, Any]:
+        fields = json.loads((golden_dir / "config.json").read_text())["text_config"]
+        del fields["rope_parameters"]
+        return fields | overrides
+
+    return make
+
+
+def refused(fields: dict[str, Any], field: str, message: str = "") -> None:
+    with pytest.raises(ValueError, match=rf"^{field}: .*{message}"):
+        DeepseekV41TextConfig(**fields)
+
+
+# ---------------------------------------------------------------- single fields
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "2", None], ids=repr)
+@pytest.mark.parametrize("field", COUNTS)
+def test_counts_are_integers_of_at_least_one(
+    text_fields: Callable[..., dict[str, Any]], field: str, value: Any
+) -> None:
+    refused(text_fields(**{field: value}), field, "at least 1")
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0], ids=repr)
+@pytest.mark.parametrize("field", ["vocab_size", "engram_compressed_vocab_size"])
+def test_vocabulary_sizes_are_positive_or_open(
+    text_fields: Callable[..., dict[str, Any]], field: str, value: Any
+) -> None:
+    refused(text_fields(**{field: value}), field, "null")
+    assert getattr(DeepseekV41TextConfig(**text_fields(**{field: None})), field) is None
+
+
+@pytest.mark.parametrize("value", [-1e-3, NAN, INF, True, "1", None], ids=repr)
+@pytest.mark.parametrize("field", ["swiglu_limit", "rms_norm_eps", "initializer_range", "hc_eps"])
+def test_limits_and_epsilons_are_finite_and_not_negative(
+    text_fields: Callable[..., dict[str, Any]], field: str, value: Any
+) -> None:
+    refused(text_fields(**{field: value}), field, "at least 0")
+    assert getattr(DeepseekV41TextConfig(**text_fields(**{field: 0})), field) == 0
+
+
+@pytest.mark.parametrize("value", [0, -1.0, NAN, INF, True], ids=repr)
+@pytest.mark.parametrize("field", ["rope_theta", "compress_rope_theta", "routed_scaling_factor"])
+def test_bases_and_factors_are_finite_and_positive(
+    text_fields: Callable[..., dict[str, Any]], field: str, value: Any
+) -> None:
+    refused(text_fields(**{field: value}), field)
+
+
+# ---------------------------------------------------------------- rules between fields
+
+BAD_SCHEDULES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "two kv heads": ("num_key_value_heads", {"num_key_value_heads": 2}, "must be 1"),
+    "tied head": ("tie_word_embeddings", {"tie_word_embeddings": True}, "false"),
+    "softmax router": ("scoring_func", {"scoring_func": "softmax"}, "sqrtsoftplus"),
+    "more experts per token than experts": ("num_experts_per_tok", {"num_experts_per_tok": 9}, "n_routed_experts=8"),
+    "heads not divisible": ("o_groups", {"o_groups": 3}, "num_attention_heads=4"),
+    "more groups than heads": ("o_groups", {"o_groups": 8}, "num_attention_heads=4"),
+    "odd rope": ("qk_rope_head_dim", {"qk_rope_head_dim": 15}, "even"),
+    "no rope": ("qk_rope_head_dim", {"qk_rope_head_dim": 0}, "at least 2"),
+    "bool rope": ("qk_rope_head_dim", {"qk_rope_head_dim": True}, "even"),
+    "rope wider than a head": ("qk_rope_head_dim", {"qk_rope_head_dim": 34, "index_head_dim": 64}, "at most 32"),
+    "rope wider than an index head": ("qk_rope_head_dim", {"index_head_dim": 14}, "at most 14"),
+    "unknown rope type": ("rope_scaling", {"rope_scaling": YARN | {"rope_type": "linear"}}, "'linear'"),
+    "yarn without factor": ("rope_scaling", {"rope_scaling": {"rope_type": "yarn"}}, "'factor'"),
+    "yarn with factor below 1": ("rope_scaling", {"rope_scaling": YARN | {"rope_type": "yarn", "factor": 0.5}}, "0.5"),
+    "yarn with zero beta": ("rope_scaling", {"rope_scaling": YARN | {"type": "yarn", "beta_slow": 0}}, "beta_slow"),
+    "fewer ratios than layers": ("compress_ratios", {"compress_ratios": [0, 2, 2, 2, 1]}, "6 layers, got 5"),
+    "negative ratio": ("compress_ratios", {"compress_ratios": [-1, 2, 2, 2, 1, 1]}, "-1"),
+    "fractional ratio": ("compress_ratios", {"compress_ratios": [0, 2.0, 2, 2, 1, 1]}, "2.0"),
+    "bool ratio": ("compress_ratios", {"compress_ratios": [0, 2, 2, 2, True, 1]}, "True"),
+    "kv sources unsorted": ("kv_source_layer_ids", {"kv_source_layer_ids": [4, 1]}, "ascend"),
+    "kv source repeated": ("kv_source_layer_ids", {"kv_source_layer_ids": [1, 1, 4]}, "ascend"),
+    "kv source too high": ("kv_source_layer_ids", {"kv_source_layer_ids": [1, 4, 6]}, r"0\.\.5, got 6"),
+    "kv source negative": ("kv_source_layer_ids", {"kv_source_layer_ids": [-1, 1, 4]}, r"0\.\.5, got -1"),
+    "kv source bool": ("kv_source_layer_ids", {"kv_source_layer_ids": [True, 4]}, "got True"),
+    "kv source with ratio 0": (
+        "kv_source_layer_ids",
+        {"kv_source_layer_ids": [0, 1, 4], "index_source_layer_ids": [0, 1, 3, 4, 5]},
+        "layer 0 has compress_ratios 0",
+    ),
+    "index sources unsorted": ("index_source_layer_ids", {"index_source_layer_ids": [3, 1, 4, 5]}, "ascend"),
+    "index source repeated": ("index_source_layer_ids", {"index_source_layer_ids": [1, 4, 4]}, "ascend"),
+    "index source too high": ("index_source_layer_ids", {"index_source_layer_ids": [1, 4, 9]}, r"0\.\.5, got 9"),
+    "index source with ratio 0": (
+        "index_source_layer_ids",
+        {"index_source_layer_ids": [0, 1, 3, 4, 5]},
+        "layer 0 has compress_ratios 0",
+    ),
+    "kv source selects nothing": ("index_source_layer_ids", {"index_source_layer_ids": [1, 3, 5]}, r"\[4\]"),
+    "compressed layer before any source": (
+        "kv_source_layer_ids",
+        {"kv_source_layer_ids": [2, 4], "index_source_layer_ids": [2, 3, 4, 5]},
+        "layer 1 with compression ratio 2 .*none",
+    ),
+    "compressed layer after a source of another ratio": (
+        "kv_source_layer_ids",
+        {"kv_source_layer_ids": [1], "candidate_source_layer_id": -1},
+        "layer 4 with compression ratio 1 .*source: 1",
+    ),
+    "no source at all": (
+        "kv_source_layer_ids",
+        {"kv_source_layer_ids": [], "index_source_layer_ids": [], "candidate_source_layer_id": -1},
+        "layer 1",
+    ),
+    "candidate source that only reindexes": (
+        "candidate_source_layer_id",
+        {"candidate_source_layer_id": 5},
+        r"5 is no KV source; those are \[1, 4\]",
+    ),
+    "candidate source without compression": ("candidate_source_layer_id", {"candidate_source_layer_id": 0}, "0 is no"),
+    "candidate source that does not exist": ("candidate_source_layer_id", {"candidate_source_layer_id": 6}, "6 is no"),
+    "candidate source below -1": ("candidate_source_layer_id", {"candidate_source_layer_id": -2}, "-2"),
+    "bool candidate source": ("candidate_source_layer_id", {"candidate_source_layer_id": True}, "True"),
+    "candidates for another ratio": (
+        "candidate_source_layer_id",
+        {"candidate_source_layer_id": 1},
+        r"layer 1 \(ratio 2\).*source 4 \(ratio 1\)",
+    ),
+    "engram layers unsorted": ("engram_layer_ids", {"engram_layer_ids": [3, 1]}, "ascend"),
+    "engram layer repeated": ("engram_layer_ids", {"engram_layer_ids": [1, 1]}, "ascend"),
+    "engram layer too high": ("engram_layer_ids", {"engram_layer_ids": [1, 6]}, r"0\.\.5, got 6"),
+    "engram layer negative": ("engram_layer_ids", {"engram_layer_ids": [-1, 3]}, r"0\.\.5, got -1"),
+    "unigrams": ("engram_max_ngram_size", {"engram_max_ngram_size": 1}, "2, got 1"),
+    "bool n-gram size": ("engram_max_ngram_size", {"engram_max_ngram_size": True}, "True"),
+    "negative engram pad": ("engram_pad_token_id", {"engram_pad_token_id": -1}, r"0\.\.511, got -1"),
+    "engram pad beyond the vocabulary": ("engram_pad_token_id", {"engram_pad_token_id": 512}, r"0\.\.511, got 512"),
+    "one table for two layers": ("engram_num_embeddings", {"engram_num_embeddings": [408]}, "one entry per"),
+    "three tables for two layers": ("engram_num_embeddings", {"engram_num_embeddings": [408, 484, 600]}, "one entry"),
+    "first table too small": ("engram_num_embeddings", {"engram_num_embeddings": [407, 484]}, "layer 1 .*408 .*407"),
+    "second table too small": ("engram_num_embeddings", {"engram_num_embeddings": [408, 479]}, "layer 3 .*480 .*479"),
+    "fractional table": ("engram_num_embeddings", {"engram_num_embeddings": [408.0, 484]}, "408.0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SCHEDULES)
+def test_rules_between_fields_are_enforced_by_name(text_fields: Callable[..., dict[str, Any]], case: str) -> None:
+    field, overrides, message = BAD_SCHEDULES[case]
+    refused(text_fields(**overrides), field, message)
+
+
+WITHOUT_COMPRESSION = {
+    "compress_ratios": [0] * 6,
+    "kv_source_layer_ids": [],
+    "index_source_layer_ids": [],
+    "candidate_source_layer_id": -1,
+}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"qk_rope_head_dim": 32},
+        {"qk_rope_head_dim": 2},
+        {"num_experts_per_tok": 8},
+        {"o_groups": 4},
+        {"candidate_source_layer_id": -1},
+        {"kv_source_layer_ids": [1, 3, 4], "candidate_source_layer_id": 4},
+        {"kv_source_layer_ids": [1, 3, 4], "num_hidden_layers": 4, "candidate_source_layer_id": 1},
+        {"compress_ratios": [0, 2, 2, 2, 1, 1, 0, 0, 0]},
+        WITHOUT_COMPRESSION,
+        {"engram_layer_ids": [], "engram_num_embeddings": []},
+        {"engram_layer_ids": [], "engram_num_embeddings": None, "engram_pad_token_id": 10_000},
+        {"engram_num_embeddings": [408, 480]},
+        {"engram_pad_token_id": 511},
+        {"rope_scaling": None},
+        {"rope_scaling": YARN | {"rope_type": "yarn", "factor": 1}},
+    ],
+    ids=str,
+)
+def test_the_edges_of_the_rules_are_allowed(
+    text_fields: Callable[..., dict[str, Any]], overrides: dict[str, Any]
+) -> None:
+    config = DeepseekV41TextConfig(**text_fields(**overrides))
+    for name, value in overrides.items():
+        if value is not None and name != "rope_scaling":
+            assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("hidden_sizes", "hidden_size"),
+        ("num_hidden_layer", "num_hidden_layers"),
+        ("engram_layers_ids", "engram_layer_ids"),
+        ("moe_intermediat_size", "moe_intermediate_size"),
+        ("rope_scalings", "rope_scaling"),
+    ],
+)
+def test_a_misspelt_field_is_refused_with_the_right_name(
+    text_fields: Callable[..., dict[str, Any]], wrong: str, right: str
+) -> None:
+    refused(text_fields(**{wrong: 1}), wrong, f"did you mean '{right}'")
+
+
+def test_the_outer_and_the_vision_configuration_check_their_fields() -> None:
+    for value in (-1, True, 1.5):
+        with pytest.raises(ValueError, match=r"^image_token_id: "):
+            DeepseekV41Config(text_config=DeepseekV41TextConfig(), image_token_id=value)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^text_confg: .*did you mean 'text_config'"):
+        DeepseekV41Config(text_confg={})
+    with pytest.raises(ValueError, match=r"^hidden_size: "):
+        DeepseekV41Config(text_config={"hidden_size": 0})
+    for field in ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio"):
+        for value in (0, True, 1.0):
+            with pytest.raises(ValueError, match=rf"^{field}: "):
+                DeepseekV41Config(vision_config={field: value})
+    with pytest.raises(ValueError, match=r"^num_hidden_layers: "):
+        DeepseekV41VisionConfig(num_hidden_layers=-1)
+
+
+# ---------------------------------------------------------------- released values and files
+
+RELEASED = {
+    "vocab_size": 129280,
+    "num_hidden_layers": 40,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-20,
+    "compress_ratios": [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0],
+    "kv_source_layer_ids": [2, 8, 14, 20],
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "candidate_topk_blocks": 2048,
+    "candidate_block_size": 8,
+    "engram_layer_ids": [1, 14],
+    "engram_max_ngram_size": 4,
+    "engram_n_heads": 8,
+    "engram_head_dim": 256,
+    "engram_compressed_vocab_size": 99092,
+    "engram_pad_token_id": 2,
+    "num_nextn_predict_layers": 3,
+    "hidden_size": 5120,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 1280,
+    "moe_intermediate_size": 2304,
+    "scoring_func": "sqrtsoftplus",
+    "swiglu_limit": 10.0,
+    "sliding_window": 128,
+    "compress_rope_theta": 160000,
+    "rope_theta": 10000,
+    "max_position_embeddings": 1048576,
+    "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+    "candidate_source_layer_id": 20,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "engram_num_embeddings": [384006168, 384016682],
+    "engram_vocab_size": 16000000,
+    "tie_word_embeddings": False,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_target_layer_ids": [37, 38, 39],
+    "dspark_markov_rank": 256,
+    "dspark_n_routed_experts": 128,
+    "dspark_num_experts_per_tok": 3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+def test_defaults_are_the_released_values() -> None:
+    config = DeepseekV41Config()
+    assert {name: getattr(config.text_config, name) for name in RELEASED} == RELEASED
+    expected = {"factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}
+    yarn = config.text_config.rope_parameters
+    assert {key: yarn[key] for key in expected} == expected
+    assert yarn["rope_type"] == "yarn"
+    assert config.image_token_id == 129264
+    vision = {
+        "num_hidden_layers": 32,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "intermediate_size": 2816,
+        "patch_size": 14,
+        "rope_theta": 10000,
+        "downsample_ratio": 3,
+        "max_image_tokens": 1024,
+        "min_pixels": 295936,
+        "max_wh_ratio": None,
+    }
+    assert {name: getattr(DeepseekV41VisionConfig(), name) for name in vision} == vision
+    assert config.vision_config.num_hidden_layers == 0, "text-only unless a vision configuration is given"
+    kinds = (config, config.text_config, config.vision_config)
+    assert [kind.model_type for kind in kinds] == ["deepseek_v41", "deepseek_v41_text", "deepseek_v41_vision"]
+
+
+def test_configurations_do_not_share_their_lists() -> None:
+    first, second = DeepseekV41TextConfig(), DeepseekV41TextConfig()
+    first.compress_ratios[0] = 99
+    first.engram_layer_ids.append(99)
+    first.rope_parameters["factor"] = 99
+    fresh = DeepseekV41TextConfig()
+    for config in (second, fresh):
+        assert config.compress_ratios[0] == 0
+        assert config.engram_layer_ids == [1, 14]
+        assert config.rope_parameters["factor"] == 16
+
+
+def test_the_nested_file_loads_and_survives_json(golden_dir: Path, tmp_path: Path) -> None:
+    raw = json.loads((golden_dir / "config.json").read_text())
+    config = DeepseekV41Config(**raw)
+    for name, value in raw["text_config"].items():
+        if name not in ("dtype", "rope_scaling"):
+            assert getattr(config.text_config, name) == value, name
+    for name in ("num_hidden_layers", "hidden_size", "max_wh_ratio"):
+        assert getattr(config.vision_config, name) == raw["vision_config"][name]
+    assert config.image_token_id == 511
+    text = json.loads(config.to_json_string(use_diff=False))
+    assert text["text_config"]["engram_num_embeddings"] == [408, 484]
+    copies = [
+        DeepseekV41Config.from_dict(text),
+        DeepseekV41Config.from_dict(json.loads(config.to_json_string())),
+        DeepseekV41Config.from_dict(config.to_dict()),
+        DeepseekV41Config.from_pretrained(golden_dir),
+    ]
+    config.save_pretrained(tmp_path)
+    copies.append(DeepseekV41Config.from_pretrained(tmp_path))
+    for copy in copies:
+        assert isinstance(copy.text_config, DeepseekV41TextConfig)
+        assert copy.text_config.to_dict() == config.text_config.to_dict()
+        assert copy.vision_config.to_dict() == config.vision_config.to_dict()
+        assert copy.image_token_id == 511
+
+
+# ---------------------------------------------------------------- YaRN settings
+
+
+def test_yarn_may_stand_under_either_name_and_either_key(text_fields: Callable[..., dict[str, Any]]) -> None:
+    yarn = YARN | {"factor": 7}
+    reference: Tensor | None = None
+    for names in (("rope_scaling",), ("rope_parameters",), ("rope_scaling", "rope_parameters")):
+        for key in ("type", "rope_type"):
+            fields = text_fields(rope_scaling=None) | dict.fromkeys(names, yarn | {key: "yarn"})
+            config = DeepseekV41TextConfig(**fields)
+            frequencies = layer_frequencies(config, compressed=True)
+            assert reference is None or torch.equal(frequencies, reference)
+            reference = frequencies
+            assert config.rope_parameters["factor"] == 7
+    assert reference is not None
+    plain = layer_frequencies(DeepseekV41TextConfig(**text_fields(rope_scaling=None)), compressed=True)
+    expected = torch.tensor([160000.0 ** (-pair / 8) for pair in range(8)])
+    torch.testing.assert_close(plain, expected)
+    torch.testing.assert_close(reference[-1], expected[-1] / 7)  # the slowest pair is slowed by the whole factor
+    assert not torch.allclose(reference, plain)
+
+
+def test_parameters_alone_replace_the_released_default() -> None:
+    config = DeepseekV41TextConfig(rope_parameters=YARN | {"rope_type": "yarn"})
+    assert config.rope_parameters["factor"] == 4
+    assert config.rope_parameters["original_max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize("key", ["factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "rope_type"])
+def test_contradicting_yarn_settings_are_refused(text_fields: Callable[..., dict[str, Any]], key: str) -> None:
+    yarn = YARN | {"rope_type": "yarn"}
+    other = yarn | {key: "default" if key == "rope_type" else 50}
+    refused(text_fields(rope_scaling=yarn, rope_parameters=other), "rope_scaling", f"{key}=.*contradicts")
+
+
+def test_a_rotary_base_may_stand_in_the_parameters_but_not_contradict(
+    text_fields: Callable[..., dict[str, Any]],
+) -> None:
+    parameters = YARN | {"rope_type": "yarn", "rope_theta": 700.0}
+    fields = text_fields(rope_parameters=parameters)
+    refused(fields, "rope_theta", "10000.0 contradicts .*700.0")
+    for theta in (None, 700.0):
+        assert DeepseekV41TextConfig(**(fields | {"rope_theta": theta})).rope_theta == 700.0
+    bare = text_fields(rope_theta=None)
+    assert DeepseekV41TextConfig(**bare).rope_theta == 10000.0
+    assert DeepseekV41TextConfig(**(bare | {"rope_theta": 300.0})).rope_theta == 300.0
+
+
+# ---------------------------------------------------------------- sizes of a tokenizer, prefixes
+
+
+def test_for_tokenizer_fills_open_sizes_of_a_copy(text_fields: Callable[..., dict[str, Any]]) -> None:
+    config = DeepseekV41TextConfig(**text_fields(vocab_size=None, engram_compressed_vocab_size=None))
+    filled = config.for_tokenizer(512, 403)
+    assert (filled.vocab_size, filled.engram_compressed_vocab_size) == (512, 403)
+    assert (config.vocab_size, config.engram_compressed_vocab_size) == (None, None)
+    assert config.for_tokenizer(512).engram_compressed_vocab_size is None
+    fixed = DeepseekV41TextConfig(**text_fields())
+    assert fixed.for_tokenizer(500, 403).vocab_size == 512
+    with pytest.raises(ValueError, match=r"^vocab_size: 512 .*513"):
+        fixed.for_tokenizer(513, 403)
+    with pytest.raises(ValueError, match=r"^engram_compressed_vocab_size: 403 .*404"):
+        fixed.for_tokenizer(512, 404)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
+def test_a_shorter_model_is_a_prefix_of_the_longer_one(
+    tiny_model: Callable[..., DeepseekV41ForCausalLM], golden: dict[str, Tensor], layers: int
+) -> None:
+    long, short = tiny_model(seed=3), tiny_model(seed=3, num_hidden_layers=layers)
+    assert short.config.text_config.compress_ratios == [0, 2, 2, 2, 1, 1]
+    state = long.state_dict()
+    for name, tensor in short.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    with torch.no_grad():
+        streams = [
+            model(golden["input_ids"], golden["attention_mask"], output_hidden_states=True).hidden_states
+            for model in (short, long)
+        ]
+    assert len(streams[0]) == layers + 1
+    for ours, theirs in zip(streams[0], streams[1], strict=False):
+        assert torch.equal(ours, theirs)
+
+
+# ---------------------------------------------------------------- every field has an effect
+
+Outcome = tuple[str, dict[str, Any]]
+
+
+def output(**overrides: Any) -> Outcome:
+    """Same parameters, other logits."""
+    return "output", overrides
+
+
+def shape(**overrides: Any) -> Outcome:
+    """Other parameters."""
+    return "shape", overrides
+
+
+def metadata(value: Any) -> Outcome:
+    """Kept in the configuration, without influence."""
+    return "metadata", {"value": value}
+
+
+def other(how: str, **overrides: Any) -> Outcome:
+    """A documented effect with a test of its own below."""
+    return how, overrides
+
+
+EFFECTS: dict[str, Outcome] = {
+    "vocab_size": shape(vocab_size=600),
+    "hidden_size": shape(hidden_size=32),
+    "moe_intermediate_size": shape(moe_intermediate_size=24),
+    "num_hidden_layers": shape(num_hidden_layers=5),
+    "num_attention_heads": shape(num_attention_heads=8),
+    "num_key_value_heads": other("refused", num_key_value_heads=2),
+    "head_dim": shape(head_dim=48),
+    "qk_rope_head_dim": output(qk_rope_head_dim=8),
+    "q_lora_rank": shape(q_lora_rank=16),
+    "o_lora_rank": shape(o_lora_rank=8),
+    "o_groups": shape(o_groups=4),
+    "hidden_act": metadata("gelu"),
+    "swiglu_limit": output(swiglu_limit=0.5),
+    "rms_norm_eps": output(rms_norm_eps=1e-2),
+    "attention_bias": metadata(True),
+    "attention_dropout": metadata(0.5),
+    "initializer_range": other("initial values", initializer_range=0.05),
+    "use_cache": metadata(False),
+    "max_position_embeddings": other("longest input", max_position_embeddings=39),
+    "rope_theta": output(rope_theta=500.0),
+    "compress_rope_theta": output(compress_rope_theta=500.0),
+    "rope_scaling": output(rope_scaling=YARN | {"rope_type": "yarn", "factor": 16}),
+    "rope_parameters": output(rope_parameters=YARN | {"rope_type": "yarn", "factor": 16}, rope_scaling=None),
+    "n_routed_experts": shape(n_routed_experts=12),
+    "n_shared_experts": shape(n_shared_experts=2),
+    "num_experts_per_tok": output(num_experts_per_tok=3),
+    "scoring_func": other("refused", scoring_func="softmax"),
+    "topk_method": metadata("greedy"),
+    "norm_topk_prob": output(norm_topk_prob=False),
+    "routed_scaling_factor": output(routed_scaling_factor=2.5),
+    "sliding_window": output(sliding_window=5),
+    "compress_ratios": output(compress_ratios=[0, 3, 3, 3, 1, 1]),
+    "kv_source_layer_ids": shape(kv_source_layer_ids=[1, 3, 4]),
+    "index_source_layer_ids": shape(index_source_layer_ids=[1, 2, 3, 4, 5]),
+    "index_n_heads": shape(index_n_heads=2),
+    "index_head_dim": shape(index_head_dim=16),
+    "index_topk": output(index_topk=3),
+    "candidate_source_layer_id": output(candidate_source_layer_id=-1),
+    "candidate_topk_blocks": output(candidate_topk_blocks=2),
+    "candidate_block_size": output(candidate_block_size=3),
+    "hc_mult": shape(hc_mult=2),
+    "hc_sinkhorn_iters": output(hc_sinkhorn_iters=1),
+    "hc_eps": output(hc_eps=1e-2),
+    "engram_layer_ids": shape(engram_layer_ids=[1], engram_num_embeddings=[408]),
+    "engram_num_embeddings": shape(engram_num_embeddings=[408, 490]),
+    "engram_max_ngram_size": shape(engram_max_ngram_size=4, engram_num_embeddings=None),
+    "engram_vocab_size": shape(engram_vocab_size=89, engram_num_embeddings=None),
+    "engram_n_heads": shape(engram_n_heads=1, engram_num_embeddings=None),
+    "engram_head_dim": shape(engram_head_dim=8),
+    "engram_pad_token_id": output(engram_pad_token_id=100),
+    "engram_compressed_vocab_size": other("contradicts the tokenizer", engram_compressed_vocab_size=402),
+    "num_nextn_predict_layers": metadata(1),
+    "dspark_block_size": metadata(3),
+    "dspark_noise_token_id": metadata(7),
+    "dspark_target_layer_ids": metadata([4, 5]),
+    "dspark_markov_rank": metadata(8),
+    "dspark_n_routed_experts": metadata(4),
+    "dspark_num_experts_per_tok": metadata(2),
+    "bos_token_id": metadata(10),
+    "eos_token_id": metadata(11),
+    "pad_token_id": metadata(12),
+    "tie_word_embeddings": other("refused", tie_word_embeddings=True),
+}
+
+
+def fields_with(kind: str) -> list[str]:
+    return [name for name, (how, _) in EFFECTS.items() if how == kind]
+
+
+@pytest.fixture
+def build(
+    text_fields: Callable[..., dict[str, Any]], golden_tokenizer: Tokenizer
+) -> Callable[..., DeepseekV41ForCausalLM]:
+    """Tiny model with the given text fields, seed 0."""
+
+    def make(**overrides: Any) -> DeepseekV41ForCausalLM:
+        torch.manual_seed(0)
+        config = DeepseekV41Config(text_config=DeepseekV41TextConfig(**text_fields(**overrides)))
+        return DeepseekV41ForCausalLM(config, tokenizer=golden_tokenizer)
+
+    return make
+
+
+def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def golden_logits(model: DeepseekV41ForCausalLM, folder: Path, golden: dict[str, Tensor]) -> Tensor:
+    load_released(model, folder / "weights")
+    return model(golden["input_ids"], golden["attention_mask"]).logits[golden["attention_mask"].bool()]
+
+
+def test_every_parameter_of_the_constructor_is_in_the_table_and_in_the_docstring() -> None:
+    parameters = inspect.signature(DeepseekV41TextConfig.__init__).parameters.values()
+    names = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    assert set(EFFECTS) == names, "a new field needs an entry that shows its effect"
+    documented = re.findall(r"^ {4}(\w+): ", inspect.getdoc(DeepseekV41TextConfig) or "", re.MULTILINE)
+    assert set(documented) >= names
+
+
+def test_the_table_agrees_with_the_declared_metadata() -> None:
+    only_one_value = {"num_key_value_heads", "tie_word_embeddings"}
+    assert set(fields_with("metadata")) | only_one_value == set(METADATA_FIELDS)
+    assert len(METADATA_FIELDS) == len(set(METADATA_FIELDS))
+
+
+@pytest.mark.parametrize("field", fields_with("output"))
+def test_function_fields_move_the_outputs(
+    build: Callable[..., DeepseekV41ForCausalLM], golden_dir: Path, golden: dict[str, Tensor], field: str
+) -> None:
+    reference = golden["logits"][golden["attention_mask"].bool()]
+    moved = golden_logits(build(**EFFECTS[field][1]), golden_dir, golden)
+    assert moved.isfinite().all()
+    # Far beyond the rounding difference of 1e-4 that an unchanged model may have.
+    assert float((moved - reference).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("field", fields_with("shape"))
+def test_size_fields_move_the_parameters(build: Callable[..., DeepseekV41ForCausalLM], field: str) -> None:
+    model = build(**EFFECTS[field][1])
+    assert shapes(model) != shapes(build())
+    ids = torch.randint(512, (1, 20), generator=torch.Generator().manual_seed(0))
+    assert model(ids, labels=ids).loss.isfinite()
+
+
+@pytest.mark.parametrize("field", fields_with("metadata"))
+def test_metadata_fields_are_kept_and_change_nothing(
+    build: Callable[..., DeepseekV41ForCausalLM], golden_dir: Path, golden: dict[str, Tensor], field: str
+) -> None:
+    plain, model = build(), build(**{field: EFFECTS[field][1]["value"]})
+    assert getattr(plain.config.text_config, field) != EFFECTS[field][1]["value"]
+    assert getattr(model.config.text_config, field) == EFFECTS[field][1]["value"]
+    for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert torch.equal(golden_logits(model, golden_dir, golden), golden_logits(plain, golden_dir, golden))
+
+
+@pytest.mark.parametrize("field", fields_with("refused"))
+def test_fields_with_one_possible_value_refuse_others(text_fields: Callable[..., dict[str, Any]], field: str) -> None:
+    refused(text_fields(**EFFECTS[field][1]), field)
+
+
+def test_initializer_range_is_the_deviation_of_fresh_weights(build: Callable[..., DeepseekV41ForCausalLM]) -> None:
+    for std in (0.02, 0.05):
+        matrices = [p.detach() for p in build(initializer_range=std).parameters() if p.dim() > 1 and p.numel() > 2000]
+        assert len(matrices) > 50
+        for matrix in matrices:
+            assert float(matrix.std()) == pytest.approx(std, rel=0.1)
+
+
+def test_max_position_embeddings_is_the_longest_input(build: Callable[..., DeepseekV41ForCausalLM]) -> None:
+    model = build(**EFFECTS["max_position_embeddings"][1])
+    ids = torch.ones(1, 40, dtype=torch.int64)
+    assert model(ids[:, :39]).logits.shape == (1, 39, 512)
+    with pytest.raises(ValueError, match=r"^input_ids: .*40 exceeds max_position_embeddings=39"):
+        model(ids)
+
+
+def test_a_compressed_size_that_contradicts_the_tokenizer_builds_no_model(
+    build: Callable[..., DeepseekV41ForCausalLM],
+) -> None:
+    with pytest.raises(ValueError, match=r"^engram_compressed_vocab_size: 402 .*403"):
+        build(**EFFECTS["engram_compressed_vocab_size"][1])

@@ -1,0 +1,52 @@
+"""A checkpoint file is the old one or the new one, never part of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_modules.checkpoint_io import AtomicCheckpointIO
+
+
+def test_the_file_holds_what_was_saved_and_nothing_else_is_left(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"x": torch.arange(3)}, target)
+    assert [path.name for path in target.parent.iterdir()] == ["a.ckpt"]
+    assert torch.equal(AtomicCheckpointIO().load_checkpoint(target)["x"], torch.arange(3))
+
+
+def test_a_failed_save_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, target)
+
+    def half(_checkpoint: Any, file: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="No space left"):
+        AtomicCheckpointIO().save_checkpoint({"step": 2}, target)
+    monkeypatch.undo()
+    assert AtomicCheckpointIO().load_checkpoint(target) == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_the_final_name_appears_only_when_the_file_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.ckpt"
+    real_save = torch.save
+
+    def watched(checkpoint: Any, file: Any) -> None:
+        real_save(checkpoint, file)
+        assert not target.exists()
+
+    monkeypatch.setattr(torch, "save", watched)
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, target)
+    assert target.exists()
+
+
+def test_storage_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        AtomicCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"x": 1})

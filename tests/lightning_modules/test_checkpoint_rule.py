@@ -1,0 +1,77 @@
+"""What a checkpoint decides and what the command line decides."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dsv41 import DeepseekV41Config
+from lightning_modules.checkpoint_rule import (
+    HARMLESS_FIELDS,
+    KEY,
+    CheckpointMismatchError,
+    architecture,
+    differences,
+    follow_command_line,
+    require_same_function,
+)
+from lightning_modules.optim import OptimizerConfig, group_settings
+
+
+def test_equal_functions_pass_and_harmless_fields_may_differ(tiny_config: Callable[..., DeepseekV41Config]) -> None:
+    here = architecture(tiny_config().text_config, "map")
+    stored = copy.deepcopy(here)
+    for name in HARMLESS_FIELDS & set(stored["text_config"]):
+        stored["text_config"][name] = "something else"
+    require_same_function({KEY: stored}, here)
+
+
+def test_every_other_field_is_refused_with_both_values(tiny_config: Callable[..., DeepseekV41Config]) -> None:
+    here = architecture(tiny_config().text_config, "map")
+    for name in set(here["text_config"]) - HARMLESS_FIELDS:
+        stored = copy.deepcopy(here)
+        stored["text_config"][name] = "there"
+        with pytest.raises(CheckpointMismatchError, match=rf"{name}: checkpoint 'there', command line ") as caught:
+            require_same_function({KEY: stored}, here)
+        assert repr(here["text_config"][name]) in str(caught.value)
+
+
+def test_another_tokenizer_of_equal_size_is_refused(tiny_config: Callable[..., DeepseekV41Config]) -> None:
+    config = tiny_config().text_config
+    with pytest.raises(CheckpointMismatchError, match=r"hashes another tokenizer .*one there, two here"):
+        require_same_function({KEY: architecture(config, "one")}, architecture(config, "two"))
+
+
+@pytest.mark.parametrize("stranger", [{}, {KEY: 3}, {KEY: {}}, {"state_dict": {}}])
+def test_a_strangers_checkpoint_is_refused(
+    stranger: dict[str, Any], tiny_config: Callable[..., DeepseekV41Config]
+) -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"not a checkpoint of a DeepSeek-V4\.1 task"):
+        require_same_function(stranger, architecture(tiny_config().text_config, None))
+
+
+def test_differences_give_paths_and_both_values() -> None:
+    stored = {"a": {"b": 1, "c": 2}, "d": [1]}
+    here = {"a": {"b": 1, "c": 3}, "d": [1], "e": None, "f": 4}
+    assert differences(stored, here) == ["a.c: 2 -> 3", "f: None -> 4"]
+
+
+def test_optimizer_settings_follow_the_command_line_and_state_stays() -> None:
+    old, new = group_settings(OptimizerConfig(lr=0.4, weight_decay=0.1)), OptimizerConfig(lr=0.1, weight_decay=0.7)
+    groups = [{"name": name, "lr": 0.2, "params": [index], **old[name]} for index, name in enumerate(old)]
+    checkpoint = {
+        "optimizer_states": [{"param_groups": groups, "state": {0: "kept"}}],
+        "lr_schedulers": [{"base_lrs": [0.4, 0.4], "_last_lr": [0.2, 0.2], "last_epoch": 9}],
+    }
+    follow_command_line(checkpoint, group_settings(new))
+    decay, no_decay = checkpoint["optimizer_states"][0]["param_groups"]
+    assert decay["weight_decay"] == 0.7
+    assert no_decay["weight_decay"] == 0.0
+    for group in (decay, no_decay):
+        assert group["initial_lr"] == 0.1
+        assert group["lr"] == pytest.approx(0.05), "half of the peak stays half of the peak"
+    assert checkpoint["lr_schedulers"][0] == {"base_lrs": [0.1, 0.1], "_last_lr": [0.05, 0.05], "last_epoch": 9}
+    assert checkpoint["optimizer_states"][0]["state"] == {0: "kept"}

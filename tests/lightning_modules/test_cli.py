@@ -1,0 +1,311 @@
+"""The command line as a user meets it: runs, files, resuming, and messages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_modules.callbacks.checkpoint import find_checkpoint
+from lightning_modules.checkpoint_io import AtomicCheckpointIO
+from lightning_modules.cli import DeepseekV41CLI, main
+from lightning_modules.task import DeepseekV41Task
+
+FOLDER = "version_0"
+
+
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar of a run's event files, as TensorBoard itself reads them."""
+    reader = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+@pytest.fixture(scope="module")
+def finished_runs(make_nano_args: Callable[[Path], list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of all runs after one of four steps; made once, not to be changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    main(["fit", *make_nano_args(folder)])
+    return folder / "runs"
+
+
+@pytest.fixture
+def trained(finished_runs: Path, tmp_path: Path) -> Path:
+    """Directory of a finished run of four steps, a copy for this test."""
+    shutil.copytree(finished_runs, tmp_path / "runs")
+    return tmp_path / "runs" / "nano" / FOLDER
+
+
+def error_of(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What ends on stderr when the command fails."""
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    assert caught.value.code != 0
+    return capsys.readouterr().err
+
+
+def test_a_run_leaves_curves_checkpoints_and_its_configuration(
+    trained: Path, capsys: pytest.CaptureFixture[str], nano_args: list[str]
+) -> None:
+    values = scalars(trained)
+    assert [step for step, _ in values["train/loss"]] == [0, 1, 2, 3]
+    expected = {"train/grad_norm", "train/tokens", "val/loss", "val/perplexity", "val/bits_per_byte"}
+    expected |= {"val/unigram_entropy", "lr-AdamW/decay", "lr-AdamW/no_decay"}
+    assert expected <= set(values)
+    assert values["train/tokens"][-1][1] > values["train/tokens"][0][1] > 0
+    # warm-up of two steps, then cosine over the two that remain
+    assert [value for _, value in values["lr-AdamW/decay"]] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.001])
+    assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == ["best.ckpt", "step-00000004.ckpt"]
+    saved = yaml.safe_load((trained / "config.yaml").read_text())
+    assert saved["model"]["config"]["hidden_size"] == 16
+
+
+def test_the_saved_configuration_reproduces_the_run(trained: Path, tmp_path: Path) -> None:
+    runs = str(tmp_path / "runs")
+    main(["fit", "--config", str(trained / "config.yaml"), "--trainer.logger.init_args.save_dir", runs])
+    again = tmp_path / "runs" / "nano" / "version_1"
+    for tag in ("train/loss", "val/loss", "train/grad_norm"):
+        assert scalars(again)[tag] == scalars(trained)[tag], tag
+
+
+def test_another_seed_gives_another_run(trained: Path, nano_args: list[str], tmp_path: Path) -> None:
+    main(["fit", *nano_args, "--seed_everything", "5"])
+    assert scalars(tmp_path / "runs" / "nano" / "version_1")["train/loss"] != scalars(trained)["train/loss"]
+
+
+def test_validate_and_test_open_a_checkpoint_without_a_config(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last_val = scalars(trained)["val/loss"][-1][1]
+    best = min(value for _, value in scalars(trained)["val/loss"])
+    in_runs = ["--trainer.logger.init_args.save_dir", str(trained.parent.parent)]
+    for subcommand, name in (("validate", "val/loss"), ("test", "test/loss")):
+        main([subcommand, "--ckpt_path", str(trained / "checkpoints" / "best.ckpt"), *in_runs])
+        out = capsys.readouterr().out
+        assert name in out
+    main(["validate", "--config", str(trained / "config.yaml"), "--ckpt_path", "best", *in_runs])
+    assert f"{best:.6f}"[:7] in capsys.readouterr().out
+    main(["validate", "--config", str(trained / "config.yaml"), "--ckpt_path", "last", *in_runs])
+    assert f"{last_val:.6f}"[:7] in capsys.readouterr().out
+
+
+def test_last_goes_on_in_the_same_directory(
+    trained: Path, nano_args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_before = (trained / "config.yaml").read_text()
+    main(["fit", *nano_args, "--trainer.max_steps", "6", "--ckpt_path", "last"])
+    assert [step for step, _ in scalars(trained)["train/loss"]] == [0, 1, 2, 3, 4, 5]
+    assert find_checkpoint(trained.parent, "last") == trained / "checkpoints" / "step-00000006.ckpt"
+    assert (trained / "config.yaml").read_text() == config_before
+
+
+def test_settings_follow_the_command_line_and_are_listed(
+    trained: Path, nano_cli: Callable[..., DeepseekV41CLI], caplog: pytest.LogCaptureFixture
+) -> None:
+    cli = nano_cli(
+        *("--model.optimizer.weight_decay", "0.33", "--model.optimizer.lr", "0.02"),
+        *("--model.schedule.name", "constant", "--trainer.max_steps", "5"),
+    )
+    with caplog.at_level("INFO"):
+        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=str(trained / "checkpoints" / "step-00000004.ckpt"))
+    groups = {group["name"]: group for group in cli.trainer.optimizers[0].param_groups}
+    assert groups["decay"]["weight_decay"] == 0.33
+    assert groups["no_decay"]["weight_decay"] == 0.0
+    assert groups["decay"]["lr"] == 0.02
+    listed = [record.getMessage() for record in caplog.records if "the command line counts" in record.getMessage()]
+    assert any("model.optimizer.lr: 0.01 -> 0.02" in line for line in listed)
+    assert any("model.optimizer.weight_decay: 0.1 -> 0.33" in line for line in listed)
+    assert len(listed) == 3
+
+
+def test_another_architecture_is_refused_with_both_values(
+    trained: Path, nano_args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(["fit", *nano_args, "--ckpt_path", "last", "--model.config.head_dim", "12"], capsys)
+    assert "head_dim: checkpoint 8, command line 12" in error
+    assert "Traceback" not in error
+
+
+def test_a_resumed_run_with_another_tokenizer_is_refused(
+    trained: Path, nano_args: list[str], capsys: pytest.CaptureFixture[str], golden_dir: Path
+) -> None:
+    error = error_of(
+        ["fit", *nano_args, "--ckpt_path", "last", "--data.tokenizer", str(golden_dir / "tokenizer.json")], capsys
+    )
+    assert "tokenizer" in error or "vocab_size: checkpoint" in error
+
+
+def test_a_strangers_checkpoint_is_refused(
+    nano_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.ckpt"
+    stranger = {"pytorch-lightning_version": "2.6.6", "state_dict": {}, "epoch": 0, "global_step": 0, "loops": {}}
+    AtomicCheckpointIO().save_checkpoint(stranger, path)
+    assert "not a checkpoint of a DeepSeek-V4.1 task" in error_of(["fit", *nano_args, "--ckpt_path", str(path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.config.hiden_size", "8"], "hiden_size"),
+        (["--model.optimizer.lr", "fast"], "model.optimizer.lr"),
+        (["--data.sequence_lenght", "8"], "sequence_lenght"),
+        (["--model.schedule.name", "linear"], "model.schedule.name"),
+        (["--model.backend.attn", "flash"], "model.backend.attn"),
+        (["--data.sequence_length", "65"], "data.sequence_length: 65 exceeds model.config.max_position_embeddings=64"),
+        (["--data.source", "nowhere/at/all"], "nowhere/at/all"),
+        (["--model.config.engram_compressed_vocab_size", "7"], "engram_compressed_vocab_size: 7 was asked for"),
+        (["--model.config.vocab_size", "100"], "vocab_size: 100 is smaller than the tokenizer"),
+        (["--model.config.compress_ratios", "[0, 2]"], "compress_ratios: needs an entry for each of the 4 layers"),
+        (["--model.config.num_experts_per_tok", "9"], "num_experts_per_tok"),
+        (["--ckpt_path", "gone.ckpt"], "gone.ckpt does not exist"),
+        (["--ckpt_path", "last"], "no 'last' checkpoint under"),
+        (["--data.max_documents", "1", "--data.sequence_length", "64", "--data.val_fraction", "0"], "sequence_length"),
+    ],
+)
+def test_bad_input_is_named_before_training(
+    options: list[str], message: str, nano_args: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if "--data.max_documents" in options:
+        short = tmp_path / "short"
+        short.mkdir()
+        (short / "a.txt").write_text("too short")
+        options = [*options, "--data.source", str(short), "--data.test_fraction", "0"]
+    error = error_of(["fit", *nano_args, *options], capsys)
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_an_empty_corpus_is_named(nano_args: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert str(empty) in error_of(["fit", *nano_args, "--data.source", str(empty)], capsys)
+
+
+def test_a_misspelt_key_in_a_file_is_an_error(
+    nano_args: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("model: {config: {engram_layers: []}}")
+    assert "engram_layers" in error_of(["fit", *nano_args, "--config", str(overlay)], capsys)
+
+
+def test_without_a_config_nothing_huge_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--config configs/tiny.yaml" in error_of(["fit"], capsys)
+
+
+def test_print_config_shows_every_option(nano_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", *nano_args, "--print_config"])
+    assert caught.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"]["config"]["hc_sinkhorn_iters"] == 20
+    assert printed["model"]["config"]["engram_max_ngram_size"] == 3
+    assert printed["checkpoint"]["every_n_steps"] == 3
+
+
+def test_the_model_hashes_with_the_tokenizer_of_the_data(nano_cli: Callable[..., DeepseekV41CLI]) -> None:
+    cli = nano_cli()
+    cli.model.configure_model()
+    assert cli.model.tokenizer is cli.datamodule.fast_tokenizer
+    text = cli.model.built.config.text_config
+    assert text.vocab_size == len(cli.datamodule.fast_tokenizer)
+    hashing = cli.model.built.model.engram_hash
+    assert hashing is not None
+    assert text.engram_compressed_vocab_size == int(hashing.token_map.max()) + 1
+    rows = text.engram_num_embeddings
+    assert rows == [sum(primes) for primes in text.rows_of_engram_primes()]
+    assert len(cli.model.built.model.layers[1].engram.embed.weight) == rows[0]
+
+
+def test_fit_validate_test_in_one_process(nano_cli: Callable[..., DeepseekV41CLI]) -> None:
+    cli = nano_cli()
+    cli.trainer.fit(cli.model, cli.datamodule)
+    first = cli.trainer.validate(cli.model, cli.datamodule, verbose=False)
+    second = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path="best", verbose=False)
+    assert second[0]["val/loss"] <= first[0]["val/loss"]
+    assert "test/bits_per_byte" in cli.trainer.test(cli.model, cli.datamodule, verbose=False)[0]
+    predictions = cli.trainer.predict(cli.model, cli.datamodule)
+    assert predictions is not None
+    assert predictions[0]["next_token"].shape == (2, 32)
+
+
+def test_checkpoints_open_without_pickle_and_in_python(trained: Path, nano_cli: Callable[..., DeepseekV41CLI]) -> None:
+    path = trained / "checkpoints" / "best.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["dsv41"]["text_config"]["hidden_size"] == 16
+    task = DeepseekV41Task.load_from_checkpoint(path, tokenizer=nano_cli().datamodule.fast_tokenizer)
+    assert task.optimizer_config.lr == 0.01
+    weight = "model.lm_head.weight"
+    assert torch.equal(task.state_dict()[weight], checkpoint["state_dict"][weight])
+
+
+RECORDER = """
+import os, signal
+import lightning.pytorch as L
+
+class Recorder(L.Callback):
+    '''Writes step, rows, loss and learning rate after each step; may kill its own process.'''
+
+    def __init__(self, path: str, kill_after: int = 0) -> None:
+        self.path, self.kill_after = path, kill_after
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.fit_loop._should_accumulate():
+            rows = batch["row_id"].tolist()
+            loss = rate = None
+        else:
+            rows = batch["row_id"].tolist()
+            loss = float(trainer.callback_metrics["train/loss"])
+            rate = trainer.optimizers[0].param_groups[0]["lr"]
+        with open(self.path, "a") as file:
+            print(trainer.global_step, batch_idx, rows, loss, rate, file=file, flush=True)
+        if self.kill_after and trainer.global_step == self.kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_resumes_to_the_same_numbers(nano_args: list[str], tmp_path: Path) -> None:
+    """Kill -9 inside an epoch, between two checkpoints, with accumulation and a worker process; then ``last``."""
+    (tmp_path / "recorder.py").write_text(textwrap.dedent(RECORDER))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def run(name: str, record: str, *extra: str) -> subprocess.CompletedProcess[str]:
+        overlay = tmp_path / f"{record}.yaml"
+        kill = {"kill_after": 8} if record == "killed" else {}
+        recorder = {"class_path": "recorder.Recorder", "init_args": {"path": str(tmp_path / f"{record}.txt")} | kill}
+        overlay.write_text(yaml.safe_dump({"trainer": {"callbacks": [recorder]}}))
+        command = [sys.executable, "-m", "lightning_modules", "fit", *nano_args, "--config", str(overlay)]
+        command += ["--trainer.max_steps", "12", "--trainer.accumulate_grad_batches", "2"]
+        command += ["--trainer.logger.init_args.name", name, *extra]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+    whole = run("whole", "whole")
+    assert whole.returncode == 0, whole.stderr
+    killed = run("broken", "killed", "--data.num_workers", "1")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run("broken", "resumed", "--data.num_workers", "1", "--ckpt_path", "last")
+    assert resumed.returncode == 0, resumed.stderr
+
+    def lines(record: str) -> list[str]:
+        return (tmp_path / f"{record}.txt").read_text().splitlines()
+
+    assert len(lines("whole")) == 24
+    assert lines("killed") == lines("whole")[:16]
+    assert lines("resumed") == lines("whole")[12:], "from step 6, the newest checkpoint before the kill"
+    curve: Any = scalars(tmp_path / "runs" / "broken" / FOLDER)["train/loss"]
+    assert curve == scalars(tmp_path / "runs" / "whole" / FOLDER)["train/loss"]
+    for tag in ("val/loss", "train/tokens", "train/grad_norm"):
+        broken, unbroken = (scalars(tmp_path / "runs" / name / FOLDER)[tag] for name in ("broken", "whole"))
+        assert dict(broken) == dict(unbroken), tag
