@@ -304,6 +304,10 @@ def test_a_killed_run_resumes_to_the_same_numbers(nano_args: list[str], tmp_path
     assert len(lines("whole")) == 24
     assert lines("killed") == lines("whole")[:16]
     assert lines("resumed") == lines("whole")[12:], "from step 6, the newest checkpoint before the kill"
+    # Eight batches fill the throughput's window, so that a run that short has a point.
+    rates = scalars(tmp_path / "runs" / "whole" / FOLDER)["train/tokens_per_sec"]
+    assert [step for step, _ in rates] == list(range(3, 12))
+    assert all(rate > 0 for _, rate in rates)
     curve: Any = scalars(tmp_path / "runs" / "broken" / FOLDER)["train/loss"]
     assert curve == scalars(tmp_path / "runs" / "whole" / FOLDER)["train/loss"]
     for tag in ("val/loss", "train/tokens", "train/grad_norm"):
