@@ -27,6 +27,8 @@ RELEASED_KV_SOURCES = [2, 8, 14, 20]
 RELEASED_INDEX_SOURCES = [2, 8, 14, 20, 24, 28, 32, 36]
 
 RELEASED_NOISE_TOKEN = 128799
+# Label of a position that is not predicted (the convention of torch and transformers).
+IGNORE_INDEX = -100
 
 # Written into every config.json by the release or by transformers, and without influence on the function.
 METADATA_FIELDS = (

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dsv41.attention import AttentionState, DeepseekV41Attention
 from dsv41.backend import BackendConfig
-from dsv41.config import DeepseekV41Config, DeepseekV41TextConfig
+from dsv41.config import IGNORE_INDEX, DeepseekV41Config, DeepseekV41TextConfig
 from dsv41.engram import DeepseekV41Engram
 from dsv41.engram_hash import DeepseekV41NgramHash, check_integer_ids, fast_backend
 from dsv41.hyper_connections import HyperConnection, collapse, expand
@@ -38,7 +38,6 @@ from dsv41.precision import full_precision, widen
 if TYPE_CHECKING:
     from dsv41.engram_hash import AnyTokenizer
 
-IGNORE_INDEX = -100
 # Parameters that stay fp32 in a bf16 model, by the end of their names (ARCHITECTURE 9).
 FP32_SUFFIXES = ("attn_sink", "_hc.fn", "_hc.base", "_hc.scale", "lm_head.weight")
 

@@ -29,7 +29,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise TypeError("storage_options: not supported by AtomicCheckpointIO")
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.partial")
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
                 torch.save(checkpoint, file)

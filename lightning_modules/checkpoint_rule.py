@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from dsv41.config import METADATA_FIELDS, DeepseekV41TextConfig
 
 KEY = "dsv41"
@@ -68,7 +70,7 @@ def follow_command_line(checkpoint: dict[str, Any], settings: dict[str, dict[str
     """Overwrite, in a checkpoint about to be restored, the optimizer settings that the command line sets.
 
     torch restores an optimizer's settings together with its state, which would silently undo a changed learning rate
-    or weight decay.
+    or weight decay. The current rate follows from the schedule: see `apply_schedules`.
 
     Args:
         checkpoint: Lightning checkpoint, changed in place.
@@ -79,8 +81,21 @@ def follow_command_line(checkpoint: dict[str, Any], settings: dict[str, dict[str
             own = settings.get(group.get("name"))
             if own is None:
                 continue
-            group["lr"] *= own["initial_lr"] / group["initial_lr"]
             group.update(own)
             for schedule in checkpoint.get("lr_schedulers", []):
                 schedule["base_lrs"][index] = own["initial_lr"]
-                schedule["_last_lr"][index] = group["lr"]
+
+
+def apply_schedules(schedules: list[LambdaLR]) -> None:
+    """Set every group's learning rate to what its schedule says for the steps done so far.
+
+    After a resume the stored rate is the one of the old schedule; without a change this sets the same number again.
+    """
+    for schedule in schedules:
+        rates = [
+            base * factor(schedule.last_epoch)
+            for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates

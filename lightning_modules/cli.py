@@ -5,7 +5,7 @@ Rules beyond LightningCLI's own:
 - A checkpoint never overrides the command line (see `checkpoint_rule`). Lightning's default does, for single files.
 - ``--ckpt_path last`` is the newest step of the newest run of this experiment, ``best`` its best one. A run resumed
   from ``last`` writes on into the same directory, so that its curves stay one curve.
-- validate, test and predict without --config take the ``config.yaml`` saved beside the checkpoint.
+- validate, test and predict without --config take the ``config.yaml`` of the checkpoint's run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,26 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from dsv41.config import DeepseekV41TextConfig
-from lightning_modules.callbacks import BestCheckpoint, LatestCheckpoint, PartSummary, TokenThroughput, UnigramBaseline
-from lightning_modules.callbacks.checkpoint import find_checkpoint
+from lightning_modules.callbacks import (
+    BestCheckpoint,
+    GracefulInterrupt,
+    LatestCheckpoint,
+    PartSummary,
+    PredictionFile,
+    TokenThroughput,
+    UnigramBaseline,
+)
+from lightning_modules.callbacks.checkpoint import find_checkpoint, run_number
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
 from lightning_modules.task import DeepseekV41Task
@@ -37,6 +46,7 @@ set_parsing_settings(subclasses_disabled=[DeepseekV41TextConfig])
 # Warnings of Lightning about what is meant to be so.
 _EXPECTED = (
     ".*does not have many workers",  # rows are memory-mapped
+    "Total length of `list` across ranks is zero",  # val_fraction 0 asks for it
     ".*is smaller than the logging interval",  # the task lowers the interval
     "Checkpoint directory .* exists and is not empty",  # a resumed run goes on where it was
     "The dirpath has changed",  # validate and test have a log directory of their own
@@ -45,14 +55,31 @@ _EXPECTED = (
 )
 
 
-class SaveRunConfig(SaveConfigCallback):
-    """Saves the configuration in the run's directory; a resumed run does not touch the one that is there."""
+class Parser(LightningArgumentParser):
+    """One line for a mistake on the command line, where the base class prints every option first."""
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Save once per new run of fit."""
-        if stage != "fit" or trainer.log_dir is None or (Path(trainer.log_dir) / self.config_filename).is_file():
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print and leave with status 2."""
+        print(f"dsv41: error: {message}\nall options: dsv41 {{fit,validate,test,predict}} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Saves configuration and tokenizer in the directory of a new run of fit; a resumed one has them already."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save, or raise if another run is using the directory."""
+        if stage != "fit" or trainer.log_dir is None:
+            return
+        if self.config.get("ckpt_path") and (Path(trainer.log_dir) / self.config_filename).is_file():
             return
         super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep the tokenizer: the model cannot be used with another, and training it again needs the same text."""
+        tokenizer = getattr(pl_module, "tokenizer", None)
+        if tokenizer is not None and trainer.log_dir is not None:
+            tokenizer.save_pretrained(Path(trainer.log_dir) / "tokenizer")
 
 
 class DeepseekV41CLI(LightningCLI):
@@ -70,30 +97,34 @@ class DeepseekV41CLI(LightningCLI):
         self.config = parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the parts that are no configuration: how files are written, and a progress bar that survives logs."""
+        """Add what is no matter of configuration: how files are written, and what every run shows."""
         config = self._get(self.config_init, "trainer", default={})
-        plugins = config.get("plugins") or []
-        plugins = plugins if isinstance(plugins, list) else [plugins]
+        plugins = _as_list(config.get("plugins"))
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             kwargs["plugins"] = [*plugins, AtomicCheckpointIO()]
-        callbacks = config.get("callbacks") or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        callbacks = _as_list(config.get("callbacks"))
+        extra: list[Callback] = [PartSummary(), UnigramBaseline(), TokenThroughput(), GracefulInterrupt()]
+        if config.get("logger") is not False:
+            extra.append(LearningRateMonitor("step"))
+        if self.subcommand == "predict":
+            extra.append(PredictionFile())
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
-            kwargs["callbacks"] = [*callbacks, TQDMProgressBar(refresh_rate=5)]
+            # Not the rich one, which shows nothing useful in a log file.
+            extra.append(TQDMProgressBar(refresh_rate=5))
+        kwargs["callbacks"] = [*callbacks, *extra]
         return super().instantiate_trainer(**kwargs)
 
     def _parse_ckpt_path(self) -> None:
         """Not LightningCLI's: stored hyper-parameters do not override the command line."""
 
     def before_instantiate_classes(self) -> None:
-        """Require a configuration and resolve ``--ckpt_path``, before anything is built."""
-        if self.subcommand is None:
-            return
-        config = self.config[self.subcommand]
-        if not config.get("config") and config.model.config.hidden_size == 5120:
+        """Refuse what one process cannot build, and resolve ``--ckpt_path``, before anything is built."""
+        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        sizes = config.model.config
+        if sizes.hidden_size == 5120 and sizes.num_hidden_layers == 40:
             raise ValueError(
-                "config: no --config given, which would build the released model of 748 billion parameters; "
-                "start with --config configs/tiny.yaml"
+                "model.config: these are the sizes of the release, 748 billion parameters, which are also the "
+                "defaults; start with --config configs/tiny.yaml"
             )
         name = config.get("ckpt_path")
         if name in ("last", "best"):
@@ -102,6 +133,7 @@ class DeepseekV41CLI(LightningCLI):
             raise FileNotFoundError(f"ckpt_path: {name} does not exist")
 
     def _resolve(self, config: Any, name: str) -> Path:
+        """The file that "last" or "best" means; "last" also directs the logger to the run that it goes on from."""
         logger = config.trainer.logger
         init = getattr(logger, "init_args", None)
         if init is None or "save_dir" not in init:
@@ -110,14 +142,18 @@ class DeepseekV41CLI(LightningCLI):
         path = find_checkpoint(runs, name)
         if path is None:
             raise FileNotFoundError(f"ckpt_path: no {name!r} checkpoint under {runs}; leave --ckpt_path out to start")
-        if self.subcommand == "fit":
-            init.version = int(path.parent.parent.name.removeprefix("version_"))
-            if name == "last":
+        if self.subcommand == "fit" and name == "last":
+            init.version = run_number(path.parent.parent)
+            if logger.class_path.endswith(".TensorBoardLogger"):
                 # What the killed run logged after its checkpoint is superseded.
                 step = int(path.stem.removeprefix("step-"))
                 logger.dict_kwargs = (logger.get("dict_kwargs") or {}) | {"purge_step": step}
         print(f"ckpt_path: {name} is {path}", file=sys.stderr)
         return path
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def _tokenizer_of(data: TextDataModule) -> Any:
@@ -154,30 +190,37 @@ def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
         TextDataModule,
         save_config_callback=SaveRunConfig,
         seed_everything_default=0,
-        trainer_defaults={
-            "callbacks": [LearningRateMonitor("step"), TokenThroughput(), UnigramBaseline(), PartSummary()],
-            "enable_model_summary": False,
-            "use_distributed_sampler": False,
-        },
+        trainer_defaults={"enable_model_summary": False, "use_distributed_sampler": False},
+        parser_class=Parser,
         parser_kwargs={"prog": "dsv41", "description": "Train and evaluate DeepSeek-V4.1 models."} if run else None,
+        auto_configure_optimizers=False,
         args=args,
         run=run,
     )
 
 
+def _cause(error: BaseException) -> BaseException:
+    """The error itself, where the parser has wrapped it in a description of its own machinery."""
+    while error.__cause__ is not None and "compute_fn of link" in str(error):
+        error = error.__cause__
+    return error
+
+
 def main(args: list[str] | None = None) -> None:
-    """Console script. Bad input ends with one line on stderr and exit status 1.
+    """Console script. Bad input ends with one line on stderr and exit status 1 (2 if it does not parse).
 
     ``DSV41_TRACEBACK=1`` shows where it was found. An error inside the training loop always has its traceback.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "litlogger" not in record.msg)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "litlogger" not in str(record.msg)  # an advertisement at every start
+    )
     try:
         get_cli(_with_saved_config(sys.argv[1:] if args is None else args))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
         running = any(frame.name == "advance" for frame in traceback.extract_tb(error.__traceback__))
         if running or os.environ.get("DSV41_TRACEBACK"):
             raise
-        print(f"dsv41: error: {error}", file=sys.stderr)
+        print(f"dsv41: error: {_cause(error)}", file=sys.stderr)
         sys.exit(1)

@@ -91,7 +91,8 @@ def learning_rate_factor(step: int, total: float, config: ScheduleConfig) -> flo
     begin = config.warmup_steps if config.name == "cosine" else max(last - config.decay_share * total, 0)
     if step <= begin:
         return 1.0
-    progress = min((step - begin) / (last - begin), 1.0)
+    # A run may end with its warm-up, and the schedule is asked once more after the last step.
+    progress = min((step - begin) / max(last - begin, 1), 1.0)
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
     return config.floor + (1 - config.floor) * shape
 

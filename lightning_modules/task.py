@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
-from dsv41.model import IGNORE_INDEX
+from dsv41.config import IGNORE_INDEX
 from lightning_modules import checkpoint_rule
 from lightning_modules.data.token_bytes import token_byte_lengths
 from lightning_modules.finite import require_finite_gradients, require_finite_loss
@@ -25,6 +25,8 @@ from lightning_modules.metrics import LanguageModelMetric
 from lightning_modules.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule, group_settings
 
 Batch = dict[str, Tensor]
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,16 @@ class DeepseekV41Task(L.LightningModule):
         return self.model
 
     def setup(self, stage: str) -> None:
-        """Refuse rows that the model cannot take, before any work; show at least one point for very short runs."""
+        """Refuse what cannot work: precision, devices, rows longer than the model takes. Nothing is built yet."""
+        if self.trainer.precision not in PRECISIONS:
+            raise ValueError(
+                f"trainer.precision: must be one of {PRECISIONS}, got {self.trainer.precision!r}; the others would "
+                "also cast what has to stay fp32 (mixing coefficients, router biases), or need a loss scaler"
+            )
+        if self.trainer.world_size > 1:
+            raise ValueError(f"trainer.devices: only one device is supported so far, got {self.trainer.world_size}")
+        if self.trainer.strategy.root_device.type == "mps":
+            raise ValueError("trainer.accelerator: mps has neither float8 nor float64; use cpu")
         length = getattr(getattr(self.trainer, "datamodule", None), "sequence_length", None)
         if length is not None and length > self.text_config.max_position_embeddings:
             raise ValueError(
@@ -127,7 +138,8 @@ class DeepseekV41Task(L.LightningModule):
             )
 
     def on_train_start(self) -> None:
-        """Log every step of a run that is shorter than the logging interval."""
+        """Log every step of a run that is shorter than the logging interval; let the command line's schedule rule."""
+        checkpoint_rule.apply_schedules([config.scheduler for config in self.trainer.lr_scheduler_configs])  # type: ignore[misc]
         trainer: Any = self.trainer  # the attribute is real, but Trainer's annotations do not show it
         if trainer.estimated_stepping_batches < trainer.log_every_n_steps:
             trainer.log_every_n_steps = 1
@@ -181,7 +193,13 @@ class DeepseekV41Task(L.LightningModule):
         self.log("train/loss", step.nats / step.tokens.clamp_min(1), prog_bar=True)
         self.log("train/grad_norm", norm)
         self.log("train/tokens", float(self.tokens_seen))
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        # Not `self.clip_gradients`: with bf16-mixed, Lightning refuses any fused optimizer, though it unscales nothing.
+        if gradient_clip_val:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if gradient_clip_algorithm == "value":
+                torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+            else:
+                torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     # ------------------------------------------------------------------ evaluation
 

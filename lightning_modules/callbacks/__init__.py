@@ -2,7 +2,17 @@
 
 from lightning_modules.callbacks.baseline import UnigramBaseline
 from lightning_modules.callbacks.checkpoint import BestCheckpoint, LatestCheckpoint
+from lightning_modules.callbacks.interrupt import GracefulInterrupt
+from lightning_modules.callbacks.predictions import PredictionFile
 from lightning_modules.callbacks.summary import PartSummary
 from lightning_modules.callbacks.throughput import TokenThroughput
 
-__all__ = ["BestCheckpoint", "LatestCheckpoint", "PartSummary", "TokenThroughput", "UnigramBaseline"]
+__all__ = [
+    "BestCheckpoint",
+    "GracefulInterrupt",
+    "LatestCheckpoint",
+    "PartSummary",
+    "PredictionFile",
+    "TokenThroughput",
+    "UnigramBaseline",
+]

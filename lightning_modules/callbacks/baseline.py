@@ -13,30 +13,30 @@ class UnigramBaseline(Callback):
     """Prints the data's sizes and unigram entropy at the start, and the last validation loss beside it at the end.
 
     The entropy is logged as ``val/unigram_entropy`` (nats per token), a flat line beside ``val/loss``. Data modules
-    without `unigram_entropy` are left alone.
+    without `unigram_entropy` and runs without validation rows are left alone.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.entropy: float | None = None
 
-    @rank_zero_only
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Describe the data."""
         data: Any = getattr(trainer, "datamodule", None)
         if not hasattr(data, "unigram_entropy"):
             return
         rank_zero_info(f"data: {data.describe()}")
-        if trainer.enable_validation:
+        if len(data.dataset("val")):
             self.entropy = data.unigram_entropy("val")
-            rank_zero_info(f"unigram entropy of the validation text: {self.entropy:.4f} nats per token")
+            rank_zero_info(
+                f"unigram entropy of the validation text: {self.entropy:.4f} nats per token, "
+                f"{data.unigram_bits_per_byte('val'):.4f} bits per byte"
+            )
 
-    @rank_zero_only
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the flat line at the same steps as the validation loss."""
-        if self.entropy is not None and not trainer.sanity_checking:
-            for logger in trainer.loggers:
-                logger.log_metrics({"val/unigram_entropy": self.entropy}, step=trainer.global_step)
+        if self.entropy is not None:
+            pl_module.log("val/unigram_entropy", self.entropy)
 
     @rank_zero_only
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -44,6 +44,7 @@ class UnigramBaseline(Callback):
         loss = trainer.callback_metrics.get("val/loss")
         if self.entropy is not None and loss is not None:
             rank_zero_info(
-                f"validation loss {float(loss):.4f}, unigram entropy {self.entropy:.4f} nats per token "
-                f"after {trainer.global_step} steps"
+                f"validation loss {float(loss):.4f} nats per token "
+                f"({float(trainer.callback_metrics['val/bits_per_byte']):.4f} bits per byte), "
+                f"unigram entropy {self.entropy:.4f}, after {trainer.global_step} steps"
             )

@@ -11,73 +11,84 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 BEST_NAME = "best"
 _STEP_FILE = re.compile(r"^step-(\d+)\.ckpt$")
+_RUN_FOLDER = re.compile(r"^version_(\d+)$")
 
 
 class LatestCheckpoint(ModelCheckpoint):
     """Saves every `every_n_steps` optimizer steps and at the end as ``step-00000100.ckpt``; the newest ones are kept.
 
-    An older file goes only after the newer one is complete, so a kill at any time leaves one to resume from.
+    An older file goes only after the newer one is complete, so a kill at any time leaves one to resume from. Nothing
+    is saved inside a gradient accumulation: the gradients of its first part are in no checkpoint. Where a validation
+    is due after the same step, the file is written when it is done, so that a resumed run does not skip it.
 
     Args:
         every_n_steps: Optimizer steps between saves, at least 1.
         keep: How many of the newest to keep, at least 1; -1 keeps all.
-        dirpath: Folder; None is ``checkpoints`` in the logger's directory.
     """
 
-    def __init__(self, every_n_steps: int = 200, keep: int = 1, dirpath: str | None = None) -> None:
+    def __init__(self, every_n_steps: int = 200, keep: int = 1) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps: must be at least 1, got {every_n_steps}")
         if keep < 1 and keep != -1:
             raise ValueError(f"keep: must be at least 1, or -1 for all, got {keep}")
-        # Lightning removes only the single previous file of an unmonitored checkpoint, so `keep` beyond that is done
-        # here.
+        # Lightning removes only the single previous file of an unmonitored checkpoint; the rest is done here.
         super().__init__(
-            dirpath=dirpath,
             filename="step-{step:08d}",
             auto_insert_metric_name=False,
             every_n_train_steps=every_n_steps,
             save_top_k=-1,
             enable_version_counter=False,
         )
+        self.every_n_steps = every_n_steps
         self.keep = keep
-
-    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
-        super()._save_checkpoint(trainer, filepath)
-        if self.keep == -1:
-            return
-        for old in steps_in(Path(filepath).parent)[: -self.keep]:
-            trainer.strategy.remove_checkpoint(old)
+        self._due_after_validation = False
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Save the last step too, whatever the interval.
+        """Save if this batch ended an optimizer step at which a save is due."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        if trainer.global_step % self.every_n_steps and trainer.global_step != trainer.max_steps:
+            return
+        if _validation_follows(trainer):
+            self._due_after_validation = True
+        else:
+            self._save_once(trainer)
 
-        Here rather than when training ends, because by then Lightning has counted the unfinished epoch as done.
-        """
-        super().on_train_batch_end(trainer, *args, **kwargs)
-        if trainer.global_step == trainer.max_steps:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save what waited for the validation."""
+        if self._due_after_validation and not trainer.sanity_checking:
             self._save_once(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save a run that ends by epochs or time."""
-        super().on_train_end(trainer, pl_module)
-        self._save_once(trainer)
+        """Save the end of a run that ends by epochs, time or interruption."""
+        if not trainer.fit_loop._should_accumulate():
+            self._save_once(trainer)
 
     def _save_once(self, trainer: L.Trainer) -> None:
-        if trainer.global_step != self._last_global_step_saved and not getattr(trainer, "fast_dev_run", False):
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        self._due_after_validation = False
+        if trainer.global_step == self._last_global_step_saved or self._should_skip_saving_checkpoint(trainer):
+            return
+        self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        if self.keep != -1:
+            for old in steps_in(Path(filepath).parent)[: -self.keep]:
+                trainer.strategy.remove_checkpoint(old)
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps the checkpoint with the lowest validation loss as ``best.ckpt``.
+    """Keeps the checkpoint with the lowest validation loss as ``best.ckpt``."""
 
-    Args:
-        dirpath: Folder; None is ``checkpoints`` in the logger's directory.
-    """
+    def __init__(self) -> None:
+        super().__init__(filename=BEST_NAME, monitor="val/loss", save_top_k=1, enable_version_counter=False)
 
-    def __init__(self, dirpath: str | None = None) -> None:
-        super().__init__(
-            dirpath=dirpath, filename=BEST_NAME, monitor="val/loss", save_top_k=1, enable_version_counter=False
-        )
+
+def _validation_follows(trainer: L.Trainer) -> bool:
+    """Whether Lightning is about to validate after the batch that has just ended."""
+    loop = trainer.fit_loop.epoch_loop
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and loop._should_check_val_fx(fetcher) and not loop.val_loop.skip
 
 
 def steps_in(folder: Path) -> list[Path]:
@@ -86,19 +97,25 @@ def steps_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def run_number(folder: Path) -> int | None:
+    """N of a run directory ``version_N`` as TensorBoardLogger names it, or None."""
+    match = _RUN_FOLDER.match(folder.name)
+    return int(match[1]) if match else None
+
+
 def find_checkpoint(runs: Path, name: str) -> Path | None:
     """Resolve "last" or "best" among the runs of one experiment.
 
     Args:
-        runs: Directory with ``version_0``, ``version_1``, ... as TensorBoardLogger makes them.
+        runs: Directory with ``version_0``, ``version_1``, ...
         name: "last" is the newest step of the newest run that has any checkpoint; "best" is its best one.
 
     Returns:
         The file, or None.
     """
-    versions = [(int(path.name.removeprefix("version_")), path) for path in runs.glob("version_*") if path.is_dir()]
-    for _, version in sorted(versions, reverse=True):
-        folder = version / "checkpoints"
+    numbered = [(number, path) for path in runs.glob("*") if (number := run_number(path)) is not None]
+    for _, run in sorted(numbered, reverse=True):
+        folder = run / "checkpoints"
         if name == BEST_NAME:
             best = folder / f"{BEST_NAME}.ckpt"
             if best.is_file():

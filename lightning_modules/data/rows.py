@@ -4,10 +4,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from dsv41.config import IGNORE_INDEX
 from lightning_modules.data.token_store import TokenStore
-
-IGNORED = -100
-"""Label of a token that is not to be predicted; ``torch.nn.functional.cross_entropy`` leaves it out."""
 
 
 class RowDataset(Dataset[dict[str, torch.Tensor]]):
@@ -55,9 +53,9 @@ class RowDataset(Dataset[dict[str, torch.Tensor]]):
         first, last = np.searchsorted(starts[:-1], (begin, end - 1), side="right") - 1
         inside = starts[first : last + 1] - begin
         inside = inside[inside >= 0]
-        labels = np.full(self.sequence_length, IGNORED, dtype=np.int64)
+        labels = np.full(self.sequence_length, IGNORE_INDEX, dtype=np.int64)
         labels[:live] = input_ids[:live]
-        labels[inside] = IGNORED
+        labels[inside] = IGNORE_INDEX
         begins = np.zeros(self.sequence_length, dtype=np.int64)
         begins[inside] = 1
         document_ids = np.cumsum(begins) + (starts[first] < begin)

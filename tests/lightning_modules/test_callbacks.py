@@ -25,6 +25,7 @@ def test_last_is_the_newest_step_of_the_newest_run_that_has_one(tmp_path: Path) 
     newest = touch(tmp_path / "version_10" / "checkpoints" / "step-00000100.ckpt")
     touch(tmp_path / "version_10" / "checkpoints" / ".step-00000200.ckpt.partial")
     touch(tmp_path / "version_11" / "events.out")
+    touch(tmp_path / "version_old" / "checkpoints" / "step-99999999.ckpt")
     best = touch(tmp_path / "version_2" / "checkpoints" / "best.ckpt")
     assert find_checkpoint(tmp_path, "last") == newest
     assert find_checkpoint(tmp_path, "best") == best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 import yaml
@@ -20,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_modules.callbacks.checkpoint import find_checkpoint
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
 from lightning_modules.cli import DeepseekV41CLI, main
+from lightning_modules.optim import ScheduleConfig, learning_rate_factor
 from lightning_modules.task import DeepseekV41Task
 
 FOLDER = "version_0"
@@ -143,7 +146,7 @@ def test_a_resumed_run_with_another_tokenizer_is_refused(
     error = error_of(
         ["fit", *nano_args, "--ckpt_path", "last", "--data.tokenizer", str(golden_dir / "tokenizer.json")], capsys
     )
-    assert "tokenizer" in error or "vocab_size: checkpoint" in error
+    assert re.search(r"vocab_size: checkpoint \d+, command line 512", error)
 
 
 def test_a_strangers_checkpoint_is_refused(
@@ -158,9 +161,9 @@ def test_a_strangers_checkpoint_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model.config.hiden_size", "8"], "hiden_size"),
-        (["--model.optimizer.lr", "fast"], "model.optimizer.lr"),
-        (["--data.sequence_lenght", "8"], "sequence_lenght"),
+        (["--model.config.hiden_size", "8"], "unrecognized arguments: --model.config.hiden_size"),
+        (["--model.optimizer.lr", "fast"], '"model.optimizer.lr"'),
+        (["--data.sequence_lenght", "8"], "unrecognized arguments: --data.sequence_lenght"),
         (["--model.schedule.name", "linear"], "model.schedule.name"),
         (["--model.backend.attn", "flash"], "model.backend.attn"),
         (["--data.sequence_length", "65"], "data.sequence_length: 65 exceeds model.config.max_position_embeddings=64"),
@@ -251,6 +254,184 @@ def test_checkpoints_open_without_pickle_and_in_python(trained: Path, nano_cli: 
     assert torch.equal(task.state_dict()[weight], checkpoint["state_dict"][weight])
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_other_precisions_train_clip_and_validate(precision: str, nano_cli: Callable[..., DeepseekV41CLI]) -> None:
+    cli = nano_cli("--trainer.precision", precision, "--trainer.gradient_clip_val", "0.01")
+    cli.trainer.fit(cli.model, cli.datamodule)
+    expected = torch.float64 if precision == "64-true" else torch.float32
+    assert {parameter.dtype for parameter in cli.model.built.parameters()} == {expected}
+    assert cli.model.metrics.tokens.dtype == torch.float64
+    assert 3 < float(cli.trainer.callback_metrics["val/loss"]) < 7
+
+
+@pytest.mark.parametrize("rule", ["norm", "value"])
+def test_clipping_rules_bite(rule: str, nano_cli: Callable[..., DeepseekV41CLI]) -> None:
+    cli = nano_cli("--trainer.gradient_clip_algorithm", rule, "--trainer.gradient_clip_val", "1e-3")
+    seen: list[tuple[float, float]] = []
+    cli.trainer.callbacks.append(AfterClipping(seen))  # type: ignore[attr-defined]
+    cli.trainer.fit(cli.model, cli.datamodule)
+    norms, largest = zip(*seen, strict=True)
+    assert len(seen) == 4
+    if rule == "norm":
+        assert norms == pytest.approx([1e-3] * 4, rel=1e-3)
+    else:
+        assert largest == pytest.approx([1e-3] * 4)
+        assert min(norms) > 2e-3
+
+
+class AfterClipping(L.Callback):
+    """Reads the gradients that the optimizer used: they stay until the next step clears them."""
+
+    def __init__(self, seen: list[tuple[float, float]]) -> None:
+        self.seen = seen
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        gradients = torch.cat([p.grad.flatten() for p in pl_module.parameters() if p.grad is not None])
+        self.seen.append((float(gradients.norm()), float(gradients.abs().max())))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--trainer.precision", "bf16-true"],
+            "trainer.precision: must be one of ('32-true', '64-true', 'bf16-mixed')",
+        ),
+        (["--trainer.devices", "2", "--trainer.strategy", "ddp"], "trainer.devices: only one device"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: list[str], message: str, nano_cli: Callable[..., DeepseekV41CLI]) -> None:
+    cli = nano_cli(*options)
+    cli.model.trainer = cli.trainer
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cli.model.setup("fit")
+
+
+def test_training_without_validation_text(nano_args: list[str], tmp_path: Path) -> None:
+    main(["fit", *nano_args, "--data.val_fraction", "0", "--data.test_fraction", "0"])
+    values = scalars(tmp_path / "runs" / "nano" / FOLDER)
+    assert len(values["train/loss"]) == 4
+    assert not any(tag.startswith("val/") for tag in values)
+
+
+def test_training_without_a_logger(nano_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["fit", *nano_args[:6], "--trainer.logger", "false"])
+    assert (tmp_path / "checkpoints" / "step-00000004.ckpt").is_file()
+
+
+def test_a_run_by_epochs_ends_with_a_checkpoint(nano_args: list[str], tmp_path: Path) -> None:
+    main(
+        ["fit", *nano_args, "--trainer.max_steps=-1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "5"]
+    )
+    folder = tmp_path / "runs" / "nano" / FOLDER / "checkpoints"
+    assert (folder / "step-00000005.ckpt").is_file()
+
+
+def test_going_on_from_the_best_starts_a_new_run(trained: Path, nano_args: list[str]) -> None:
+    before = {path: path.read_bytes() for path in (trained / "checkpoints").iterdir()}
+    main(["fit", *nano_args, "--trainer.max_steps", "6", "--ckpt_path", "best"])
+    assert {path: path.read_bytes() for path in (trained / "checkpoints").iterdir()} == before
+    assert (trained.parent / "version_1" / "checkpoints" / "step-00000006.ckpt").is_file()
+
+
+def test_a_longer_schedule_rules_from_the_first_step_after_a_resume(trained: Path, nano_args: list[str]) -> None:
+    main(["fit", *nano_args, "--trainer.max_steps", "9", "--ckpt_path", "last"])
+    rates = dict(scalars(trained)["lr-AdamW/decay"])
+    expected = ScheduleConfig(warmup_steps=2)
+    assert [rates[step] for step in range(4, 9)] == pytest.approx(
+        [0.01 * learning_rate_factor(step, 9, expected) for step in range(4, 9)]
+    )
+
+
+def test_predictions_are_a_file(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    in_runs = ["--trainer.logger.init_args.save_dir", str(trained.parent.parent)]
+    main(["predict", "--ckpt_path", str(trained / "checkpoints" / "best.ckpt"), *in_runs])
+    found = list(trained.parent.rglob("predictions.pt"))
+    assert len(found) == 1
+    predictions = torch.load(found[0], weights_only=True)
+    assert predictions["next_token"].shape == predictions["log_probability"].shape
+    assert torch.equal(predictions["row_id"], torch.arange(len(predictions["row_id"])))
+
+
+def test_the_run_keeps_its_tokenizer(trained: Path, nano_args: list[str], corpus: Path, tmp_path: Path) -> None:
+    """Without the training text, the saved tokenizer still fits the checkpoint."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in sorted(corpus.iterdir())[:8]:
+        (other / path.name).write_text(path.read_text()[::-1])
+    main(
+        [
+            *("validate", *nano_args, "--ckpt_path", "last", "--data.source", str(other)),
+            *("--data.tokenizer", str(trained / "tokenizer"), "--data.val_fraction", "0.6"),
+        ]
+    )
+
+
+def test_a_mistake_on_the_command_line_is_one_line(nano_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(["fit", *nano_args, "--data.sequence_lenght", "8"], capsys)
+    assert len(error.strip().splitlines()) <= 4
+    assert error.startswith("dsv41: error: ")
+
+
+def test_what_the_tokenizer_complains_about_is_said_plainly(
+    nano_args: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    error = error_of(["fit", *nano_args, "--data.source", str(empty)], capsys)
+    assert "compute_fn" not in error
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(
+    nano_args: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    error = error_of(["fit", *nano_args, "--trainer.logger.init_args.save_dir", str(tmp_path / "file")], capsys)
+    assert "dsv41: error: " in error
+    assert "Traceback" not in error
+
+
+def test_ctrl_c_ends_with_a_checkpoint_of_a_whole_step(nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path) -> None:
+    cli = nano_cli(
+        "--trainer.max_steps", "50", "--trainer.accumulate_grad_batches", "2", "--checkpoint.every_n_steps", "40"
+    )
+    handler = signal.getsignal(signal.SIGINT)
+    cli.trainer.callbacks.insert(0, Interrupt(at_batch=4))  # type: ignore[attr-defined]
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert signal.getsignal(signal.SIGINT) is handler
+    path = find_checkpoint(tmp_path / "runs" / "nano", "last")
+    assert path is not None
+    assert path.name == "step-00000003.ckpt"
+    progress = torch.load(path, weights_only=True)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    assert progress["current"]["completed"] == 6
+
+
+class Interrupt(L.Callback):
+    """Ctrl-C in the first half of an accumulation."""
+
+    def __init__(self, at_batch: int) -> None:
+        self.at_batch = at_batch
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.at_batch:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_start_shows_data_parts_and_progress(
+    nano_args: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        main(["fit", *nano_args, "--trainer.enable_progress_bar", "true"])
+    printed = "\n".join(record.getMessage() for record in caplog.records)
+    for shown in ("data: train", "unigram entropy of the validation text", "routed experts", "validation loss"):
+        assert shown in printed
+    captured = capsys.readouterr()
+    assert "4/4" in captured.out + captured.err
+
+
 RECORDER = """
 import os, signal
 import lightning.pytorch as L
@@ -258,8 +439,8 @@ import lightning.pytorch as L
 class Recorder(L.Callback):
     '''Writes step, rows, loss and learning rate after each step; may kill its own process.'''
 
-    def __init__(self, path: str, kill_after: int = 0) -> None:
-        self.path, self.kill_after = path, kill_after
+    def __init__(self, path: str, kill_at_batch: int = -1) -> None:
+        self.path, self.kill_at_batch = path, kill_at_batch
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.fit_loop._should_accumulate():
@@ -271,19 +452,19 @@ class Recorder(L.Callback):
             rate = trainer.optimizers[0].param_groups[0]["lr"]
         with open(self.path, "a") as file:
             print(trainer.global_step, batch_idx, rows, loss, rate, file=file, flush=True)
-        if self.kill_after and trainer.global_step == self.kill_after:
+        if batch_idx == self.kill_at_batch:
             os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_killed_run_resumes_to_the_same_numbers(nano_args: list[str], tmp_path: Path) -> None:
-    """Kill -9 inside an epoch, between two checkpoints, with accumulation and a worker process; then ``last``."""
+    """Kill -9 inside an epoch, twice, with accumulation and a worker process; each time go on with ``last``."""
     (tmp_path / "recorder.py").write_text(textwrap.dedent(RECORDER))
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
     def run(name: str, record: str, *extra: str) -> subprocess.CompletedProcess[str]:
         overlay = tmp_path / f"{record}.yaml"
-        kill = {"kill_after": 8} if record == "killed" else {}
+        kill = {"killed": {"kill_at_batch": 16}, "again": {"kill_at_batch": 13}}.get(record, {})
         recorder = {"class_path": "recorder.Recorder", "init_args": {"path": str(tmp_path / f"{record}.txt")} | kill}
         overlay.write_text(yaml.safe_dump({"trainer": {"callbacks": [recorder]}}))
         command = [sys.executable, "-m", "lightning_modules", "fit", *nano_args, "--config", str(overlay)]
@@ -295,6 +476,8 @@ def test_a_killed_run_resumes_to_the_same_numbers(nano_args: list[str], tmp_path
     assert whole.returncode == 0, whole.stderr
     killed = run("broken", "killed", "--data.num_workers", "1")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = run("broken", "again", "--data.num_workers", "1", "--ckpt_path", "last")
+    assert again.returncode == -signal.SIGKILL, again.stderr
     resumed = run("broken", "resumed", "--data.num_workers", "1", "--ckpt_path", "last")
     assert resumed.returncode == 0, resumed.stderr
 
@@ -302,8 +485,9 @@ def test_a_killed_run_resumes_to_the_same_numbers(nano_args: list[str], tmp_path
         return (tmp_path / f"{record}.txt").read_text().splitlines()
 
     assert len(lines("whole")) == 24
-    assert lines("killed") == lines("whole")[:16]
-    assert lines("resumed") == lines("whole")[12:], "from step 6, the newest checkpoint before the kill"
+    assert lines("killed") == lines("whole")[:17]
+    assert lines("again") == lines("whole")[12:14], "from step 6, the newest checkpoint before the first kill"
+    assert lines("resumed") == lines("whole")[12:], "from step 6 again, not from inside an accumulation"
     # Eight batches fill the throughput's window, so that a run that short has a point.
     rates = scalars(tmp_path / "runs" / "whole" / FOLDER)["train/tokens_per_sec"]
     assert [step for step, _ in rates] == list(range(3, 12))

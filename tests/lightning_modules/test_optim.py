@@ -46,6 +46,19 @@ def test_wsd_is_flat_then_linear() -> None:
     assert rates[16:] == pytest.approx([1 - (k - 14.75) / 5.25 for k in range(16, 21)])
 
 
+@pytest.mark.parametrize("name", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 3, 9])
+@pytest.mark.parametrize("decay_share", [0.0, 0.5, 1.0])
+def test_every_length_has_a_rate_at_every_step(name: Any, warmup: int, decay_share: float) -> None:
+    """Runs that end in or right after the warm-up, and the question that is asked after the last step."""
+    config = ScheduleConfig(name, warmup_steps=warmup, floor=0.2, decay_share=decay_share)
+    for total in range(1, 12):
+        rates = [learning_rate_factor(step, total, config) for step in range(total + 2)]
+        assert all(0 < rate <= 1 for rate in rates), (total, rates)
+        if name == "cosine" and total > warmup + 1:
+            assert rates[total - 1] == pytest.approx(0.2)
+
+
 def test_constant_needs_no_length() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = build_schedule(optimizer, ScheduleConfig("constant", warmup_steps=1), math.inf)

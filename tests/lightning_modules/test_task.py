@@ -9,11 +9,13 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dsv41 import DeepseekV41Config
-from dsv41.model import IGNORE_INDEX, causal_lm_loss
+from dsv41.config import IGNORE_INDEX
+from dsv41.model import causal_lm_loss
 from lightning_modules.finite import NonFiniteError
 from lightning_modules.optim import OptimizerConfig, ScheduleConfig
 from lightning_modules.task import DeepseekV41Task
@@ -42,6 +44,23 @@ class Record(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         for name, value in trainer.callback_metrics.items():
             self.values.setdefault(name, []).append(float(value))
+
+
+class Points(Logger):
+    """Keeps the training losses that a logger is given."""
+
+    name = version = "points"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[tuple[int | None, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "train/loss" in metrics:
+            self.points.append((step, metrics["train/loss"]))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 def make_batches(count: int, rows: int = 2, length: int = 12) -> list[dict[str, Tensor]]:
@@ -224,18 +243,19 @@ def test_a_gradient_that_is_not_finite_names_step_and_parameter(
 
 
 def test_short_runs_log_every_step(tiny_config: Callable[..., DeepseekV41Config], golden_tokenizer: Any) -> None:
+    logger = Points()
     task = make_task(DeepseekV41Task, tiny_config(), golden_tokenizer, schedule=ScheduleConfig(warmup_steps=1))
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=1,
         log_every_n_steps=50,
-        logger=False,
+        logger=logger,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(task, loader(make_batches(3)))
-    assert trainer.log_every_n_steps == 1
+    assert [step for step, _ in logger.points] == [0, 1, 2]
 
 
 def test_the_model_is_built_once(tiny_config: Callable[..., DeepseekV41Config], golden_tokenizer: Any) -> None:

@@ -1,0 +1,51 @@
+"""Ctrl-C ends the run at the next optimizer step instead of throwing its work away."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_info
+
+
+class GracefulInterrupt(Callback):
+    """The first Ctrl-C finishes the current optimizer step, then the run ends as usual, with a checkpoint to resume
+    from. A second one stops at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requested = False
+        self._previous: Any = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over SIGINT."""
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._previous = signal.signal(signal.SIGINT, self._request)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self._previous)
+        rank_zero_info("interrupted: stopping after this optimizer step; press Ctrl-C again to stop at once")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Stop where nothing of a step is pending."""
+        if self.requested and not trainer.fit_loop._should_accumulate():
+            trainer.should_stop = True
+
+    def _restore(self) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give SIGINT back."""
+        self._restore()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Give SIGINT back."""
+        self._restore()
