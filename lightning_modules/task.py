@@ -139,6 +139,7 @@ class DeepseekV41Task(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Log every step of a run that is shorter than the logging interval; let the command line's schedule rule."""
+        self._step = None  # a run that failed inside an accumulation may have left one
         checkpoint_rule.apply_schedules([config.scheduler for config in self.trainer.lr_scheduler_configs])  # type: ignore[misc]
         trainer: Any = self.trainer  # the attribute is real, but Trainer's annotations do not show it
         if trainer.estimated_stepping_batches < trainer.log_every_n_steps:
