@@ -18,6 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dsv41.engram_table import EngramTable
+
 INDEX_NAME = "model.safetensors.index.json"
 _RENAMES = (
     (re.compile(r"^model\.embed_tokens\."), "embed."),
@@ -69,6 +71,16 @@ def released_slots(model: nn.Module) -> dict[str, Slot]:
         else:
             slots[released_name(name)] = Slot(name)
     return slots
+
+
+def _require_whole(model: nn.Module) -> None:
+    """Refuse tables of which this rank holds a part, before anything is read or written."""
+    for name, module in model.named_modules():
+        if isinstance(module, EngramTable) and module.world_size > 1:
+            raise ValueError(
+                f"{name}: its rows are split over {module.world_size} ranks; the released layout is only read and "
+                "written by models that hold their tables whole"
+            )
 
 
 def released_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -157,6 +169,7 @@ def load_released(model: nn.Module, folder: str | Path) -> LoadAudit:
         ValueError: Missing, unexpected, duplicate, quantised or wrongly shaped tensors; named, and the model is
             unchanged.
     """
+    _require_whole(model)
     files = _files_of(Path(folder))
     slots = released_slots(model)
     audit = LoadAudit(skipped=_check_names_and_shapes(model, files, slots))
@@ -177,7 +190,11 @@ def save_released(model: nn.Module, folder: str | Path) -> Path:
 
     Returns:
         The file that was written. It appears complete or not at all.
+
+    Raises:
+        ValueError: The Engram tables are split over ranks.
     """
+    _require_whole(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     target, partial = folder / "model.safetensors", folder / ".model.safetensors.partial"

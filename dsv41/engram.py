@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsv41.backend import BackendConfig
@@ -127,9 +128,16 @@ class DeepseekV41Engram(nn.Module):
         config: Text configuration.
         layer_idx: Zero-based layer, one of `engram_layer_ids`.
         backend: Uses `compile_engram`, `strict_validation`.
+        process_group: Ranks that share the table's rows; None holds it whole.
     """
 
-    def __init__(self, config: DeepseekV41TextConfig, layer_idx: int, backend: BackendConfig) -> None:
+    def __init__(
+        self,
+        config: DeepseekV41TextConfig,
+        layer_idx: int,
+        backend: BackendConfig,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         if backend.compile_engram:
             compile_engram_gate()
@@ -139,7 +147,9 @@ class DeepseekV41Engram(nn.Module):
         rows = config.engram_num_embeddings[self.layer_hash_index]
         columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
         self.key_width = config.hc_mult * config.hidden_size
-        self.embed = EngramTable(rows, config.engram_head_dim, config.initializer_range, backend.strict_validation)
+        self.embed = EngramTable(
+            rows, config.engram_head_dim, config.initializer_range, backend.strict_validation, process_group
+        )
         self.wkv = nn.Linear(columns * config.engram_head_dim, self.key_width + config.hidden_size, bias=False)
         self.q_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))
         self.k_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))

@@ -18,8 +18,10 @@ import copy
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -29,6 +31,7 @@ from dsv41.backend import BackendConfig
 from dsv41.config import IGNORE_INDEX, DeepseekV41Config, DeepseekV41TextConfig
 from dsv41.engram import DeepseekV41Engram
 from dsv41.engram_hash import DeepseekV41NgramHash, check_integer_ids, fast_backend
+from dsv41.engram_table import EngramTable
 from dsv41.hyper_connections import HyperConnection, collapse, expand
 from dsv41.initialization import initialize_parameters
 from dsv41.moe import DeepseekV41MoE
@@ -49,13 +52,22 @@ class DeepseekV41Block(nn.Module):
         config: Text configuration.
         layer_idx: Zero-based layer.
         backend: Implementation choices.
+        engram_process_group: Ranks that share the rows of an Engram table; None holds it whole.
     """
 
-    def __init__(self, config: DeepseekV41TextConfig, layer_idx: int, backend: BackendConfig) -> None:
+    def __init__(
+        self,
+        config: DeepseekV41TextConfig,
+        layer_idx: int,
+        backend: BackendConfig,
+        engram_process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.engram = (
-            DeepseekV41Engram(config, layer_idx, backend) if layer_idx in config.active_engram_layer_ids else None
+            DeepseekV41Engram(config, layer_idx, backend, engram_process_group)
+            if layer_idx in config.active_engram_layer_ids
+            else None
         )
         self.attn_hc = HyperConnection(config)
         self.attn_norm = RMSNorm(hidden, eps)
@@ -120,6 +132,7 @@ class DeepseekV41Model(nn.Module):
         config: Text configuration; sizes that it leaves open are taken from the tokenizer.
         backend: Implementation choices.
         tokenizer: Fast tokenizer that makes the ids; needed if an Engram layer exists.
+        engram_process_group: Ranks that share the rows of the Engram tables; None holds them whole.
 
     Raises:
         ValueError: An Engram without a tokenizer, a tokenizer that contradicts the configuration, or `vocab_size`
@@ -130,7 +143,11 @@ class DeepseekV41Model(nn.Module):
     """
 
     def __init__(
-        self, config: DeepseekV41TextConfig, backend: BackendConfig, tokenizer: AnyTokenizer | None = None
+        self,
+        config: DeepseekV41TextConfig,
+        backend: BackendConfig,
+        tokenizer: AnyTokenizer | None = None,
+        engram_process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.backend = backend
@@ -149,7 +166,9 @@ class DeepseekV41Model(nn.Module):
             raise ValueError("vocab_size: unset; give a number, or a tokenizer to take it from")
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DeepseekV41Block(config, layer, backend) for layer in config.layers)
+        self.layers = nn.ModuleList(
+            DeepseekV41Block(config, layer, backend, engram_process_group) for layer in config.layers
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def check_inputs(
@@ -255,6 +274,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
         backend: Implementation choices; None takes the defaults.
         tokenizer: Fast tokenizer that makes the ids; needed if an Engram layer exists. Sizes that the configuration
             leaves open (`vocab_size`, `engram_compressed_vocab_size`) are taken from it.
+        engram_process_group: Ranks that share the rows of the Engram tables, each holding its own alone; every rank
+            has to run every forward and backward. None holds the tables whole.
 
     Raises:
         ValueError: The tokenizer contradicts the configuration, or an Engram lacks one.
@@ -273,10 +294,11 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
         config: DeepseekV41Config,
         backend: BackendConfig | None = None,
         tokenizer: AnyTokenizer | None = None,
+        engram_process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(copy.deepcopy(config))
         self.backend = backend or BackendConfig()
-        self.model = DeepseekV41Model(config.text_config, self.backend, tokenizer)
+        self.model = DeepseekV41Model(config.text_config, self.backend, tokenizer, engram_process_group)
         text = self.config.text_config = self.model.config
         assert text.vocab_size is not None  # checked by the decoder
         self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
@@ -284,6 +306,21 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
 
     def _draw_parameters(self) -> None:
         initialize_parameters(self, self.config.text_config.initializer_range)
+
+    def prepare_model_owned_dtensors(self, fsdp_mesh: DeviceMesh) -> set[nn.Parameter]:
+        """Register the Engram tables as DTensors over `fsdp_mesh`, before ``fully_shard`` records what it ignores.
+
+        Args:
+            fsdp_mesh: One-dimensional; ranks and order are those of the tables' process group.
+
+        Returns:
+            The registered parameters, for ``ignored_params`` of every ``fully_shard`` call.
+
+        Raises:
+            ValueError: The mesh has other ranks, another order or another number of dimensions.
+        """
+        tables = [module for module in self.modules() if isinstance(module, EngramTable)]
+        return {table.shard(fsdp_mesh) for table in tables}
 
     def initialize_weights(
         self, buffer_device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16
