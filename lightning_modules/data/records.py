@@ -48,7 +48,7 @@ def parquet_texts(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ImportError(f"reading {file} needs pyarrow: pip install -e .[parquet]") from error
+        raise ImportError(f"reading {file} needs pyarrow: pip install -e '.[parquet]'") from error
     with parquet.ParquetFile(file) as table:
         columns = table.schema_arrow.names
         if text_field not in columns:
@@ -78,7 +78,7 @@ def hugging_face_documents(name: str, config: str | None, text_field: str) -> It
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ImportError(f"source hf:{name} needs datasets: pip install -e .[hf]") from error
+        raise ImportError(f"source hf:{name} needs datasets: pip install -e '.[hf]'") from error
     # Only the last part, so that a local folder gives the same names wherever it lies.
     short = Path(name).name
     for number, record in enumerate(load_dataset(name, config, split="train", streaming=True)):

