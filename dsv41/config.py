@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from dsv41.primes import engram_primes
+
 RELEASED_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 16,
@@ -77,46 +79,6 @@ _POSITIVE_FIELDS = (
     "engram_n_heads",
     "engram_head_dim",
 )
-
-
-def is_prime(number: int) -> bool:
-    """Whether `number` is prime, by trial division (the released primes are near 16 million: 4000 divisions)."""
-    if number < 4:
-        return number > 1
-    if number % 2 == 0:
-        return False
-    return all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
-
-
-def next_prime(start: int, taken: set[int]) -> int:
-    """The smallest prime above `start` that is not in `taken`."""
-    candidate = start + 1
-    while candidate in taken or not is_prime(candidate):
-        candidate += 1
-    return candidate
-
-
-def engram_primes(layers: int, max_ngram_size: int, heads: int, vocab_size: int) -> list[list[int]]:
-    """Bucket counts of all Engram hash columns (ARCHITECTURE 6, "Buckets").
-
-    Primes are handed out in the order layer, n-gram size (2 to `max_ngram_size`), head. Each (layer, size) starts its
-    search just above ``vocab_size - 1``, and no prime is used twice.
-
-    Returns:
-        One list per layer with ``(max_ngram_size - 1) * heads`` primes.
-    """
-    taken: set[int] = set()
-    table: list[list[int]] = []
-    for _ in range(layers):
-        row: list[int] = []
-        for _ in range(2, max_ngram_size + 1):
-            prime = vocab_size - 1
-            for _ in range(heads):
-                prime = next_prime(prime, taken)
-                taken.add(prime)
-                row.append(prime)
-        table.append(row)
-    return table
 
 
 def _require(condition: bool, field: str, message: str) -> None:
@@ -313,14 +275,6 @@ class DeepseekV41TextConfig(PretrainedConfig):
     def active_engram_layer_ids(self) -> list[int]:
         """Engram layers that exist in this (possibly shortened) model."""
         return [layer for layer in self.engram_layer_ids if layer < self.num_hidden_layers]
-
-    def kv_source(self, layer: int) -> int:
-        """The layer that owns the compressed keys which `layer` (ratio > 0) attends to."""
-        return max(source for source in self.kv_source_layer_ids if source <= layer)
-
-    def index_source(self, layer: int) -> int:
-        """The layer whose selection `layer` (ratio > 0) uses."""
-        return max(source for source in self.index_source_layer_ids if source <= layer)
 
     def rows_of_engram_primes(self) -> list[list[int]]:
         """`engram_primes` of this configuration: one list of bucket counts per entry of `engram_layer_ids`."""

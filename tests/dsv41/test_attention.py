@@ -310,7 +310,7 @@ def test_every_kind_of_layer_equals_a_loop(tiny_config: MakeConfig, attn: str, i
     config = make_config(tiny_config)
     layers, inputs = make_layers(config, attn), layer_inputs()
     outputs, states = run_layers(layers, inputs, live_mask())
-    source = None if layers[index].ratio == 0 else config.kv_source(index)
+    source = None if layers[index].ratio == 0 else max(s for s in config.kv_source_layer_ids if s <= index)
     beyond_window = 0
     for row, length in enumerate(LIVE):
         selection: list[list[int]] = [[]] * length

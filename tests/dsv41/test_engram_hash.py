@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from dsv41 import DeepseekV41Config, DeepseekV41TextConfig
-from dsv41.config import engram_primes
 from dsv41.engram_hash import DeepseekV41NgramHash, compressed_token_map, fingerprint, hash_multipliers
+from dsv41.primes import engram_primes
 
 ConfigFactory = Callable[..., DeepseekV41Config]
 

@@ -486,7 +486,8 @@ def test_reuse_layers_take_the_selection_of_their_source(golden_model: MakeModel
     states, masks = run_model(model)
     live = torch.arange(40) < torch.tensor([[40], [31]])
     for layer in range(1, 6):
-        source, keys = states[config.index_source(layer)], states[config.kv_source(layer)]
+        source = states[max(s for s in config.index_source_layer_ids if s <= layer)]
+        keys = states[max(s for s in config.kv_source_layer_ids if s <= layer)]
         mine = states[layer]
         assert mine.selection is source.selection
         assert mine.compressed_kv is keys.compressed_kv
