@@ -52,8 +52,9 @@ def test_config_trains_and_validates(files: tuple[Path, ...], shared_cache: Path
     assert 5 < float(metrics["val/loss"]) < 8
 
 
-def test_the_default_configuration_has_every_kind_of_layer() -> None:
-    cli = get_cli(["--config", str(CONFIGS / "tiny.yaml")], run=False)
+def test_the_default_configuration_has_every_kind_of_layer(shared_cache: Path) -> None:
+    small = ["--data.cache_dir", str(shared_cache), "--data.max_documents", "60", "--data.vocab_size", "600"]
+    cli = get_cli(["--config", str(CONFIGS / "tiny.yaml"), *small], run=False)
     config = cli.model.text_config
     kinds = set()
     for layer in config.layers:
