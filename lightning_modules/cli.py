@@ -170,7 +170,7 @@ def _with_saved_config(args: list[str]) -> list[str]:
         path = arg.removeprefix("--ckpt_path=") if arg.startswith("--ckpt_path=") else None
         if arg == "--ckpt_path" and index + 1 < len(args):
             path = args[index + 1]
-        if path and (saved := Path(path).parent.parent / "config.yaml").is_file():
+        if path and Path(path).is_file() and (saved := Path(path).absolute().parents[1] / "config.yaml").is_file():
             return [args[0], "--config", str(saved), *args[1:]]
     return args
 
