@@ -144,11 +144,10 @@ class HyperConnection(nn.Module):
             inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
             mixes = F.linear(flat, fn) * inverse_rms
             count = self.streams
-            per_row = scale.repeat_interleave(
-                torch.tensor([count, count, count * count], device=scale.device), output_size=len(base)
-            )
+            parts = (count, count, count * count)
+            per_row = torch.cat([one.expand(size) for one, size in zip(scale, parts, strict=True)])
             # One fused multiply-add, as in the release; multiply then add rounds differently.
             logits = torch.addcmul(base, mixes, per_row)
-            pre, post, comb = logits.split([count, count, count * count], dim=-1)
+            pre, post, comb = logits.split(parts, dim=-1)
             comb = sinkhorn(comb.unflatten(-1, (count, count)), self.iterations, self.eps)
             return pre.sigmoid() + self.eps, 2 * post.sigmoid(), comb

@@ -47,7 +47,7 @@ class LatestCheckpoint(ModelCheckpoint):
         """Save if this batch ended an optimizer step at which a save is due."""
         if trainer.fit_loop._should_accumulate():
             return
-        if trainer.global_step % self.every_n_steps and trainer.global_step != trainer.max_steps:
+        if trainer.global_step % self.every_n_steps and not _ends_with_this_batch(trainer):
             return
         if _validation_follows(trainer):
             self._due_after_validation = True
@@ -60,7 +60,10 @@ class LatestCheckpoint(ModelCheckpoint):
             self._save_once(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the end of a run that ends by epochs, time or interruption."""
+        """Save a run whose end was not to be seen at its last batch (it was stopped by a validation, say).
+
+        The curves of a run resumed from here are one step off: Lightning has already counted the step as logged.
+        """
         if not trainer.fit_loop._should_accumulate():
             self._save_once(trainer)
 
@@ -82,6 +85,16 @@ class BestCheckpoint(ModelCheckpoint):
 
     def __init__(self) -> None:
         super().__init__(filename=BEST_NAME, monitor="val/loss", save_top_k=1, enable_version_counter=False)
+
+
+def _ends_with_this_batch(trainer: L.Trainer) -> bool:
+    """Whether the batch that has just ended is the last of the run."""
+    last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
+    return (
+        trainer.global_step == trainer.max_steps
+        or trainer.should_stop
+        or (last_epoch and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+    )
 
 
 def _validation_follows(trainer: L.Trainer) -> bool:

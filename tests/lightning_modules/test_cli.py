@@ -320,12 +320,13 @@ def test_training_without_a_logger(nano_args: list[str], tmp_path: Path, monkeyp
     assert (tmp_path / "checkpoints" / "step-00000004.ckpt").is_file()
 
 
-def test_a_run_by_epochs_ends_with_a_checkpoint(nano_args: list[str], tmp_path: Path) -> None:
-    main(
-        ["fit", *nano_args, "--trainer.max_steps=-1", "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "5"]
-    )
-    folder = tmp_path / "runs" / "nano" / FOLDER / "checkpoints"
-    assert (folder / "step-00000005.ckpt").is_file()
+def test_a_run_by_epochs_ends_with_a_checkpoint_to_go_on_from(nano_args: list[str], tmp_path: Path) -> None:
+    five_batches = [*nano_args, "--trainer.max_steps=-1", "--trainer.limit_train_batches", "5"]
+    main(["fit", *five_batches, "--trainer.max_epochs", "1"])
+    run = tmp_path / "runs" / "nano" / FOLDER
+    assert (run / "checkpoints" / "step-00000005.ckpt").is_file()
+    main(["fit", *five_batches, "--trainer.max_epochs", "2", "--ckpt_path", "last"])
+    assert [step for step, _ in scalars(run)["train/loss"]] == list(range(10))
 
 
 def test_going_on_from_the_best_starts_a_new_run(trained: Path, nano_args: list[str]) -> None:
@@ -392,19 +393,28 @@ def test_a_directory_that_cannot_be_written_is_one_line(
     assert "Traceback" not in error
 
 
-def test_ctrl_c_ends_with_a_checkpoint_of_a_whole_step(nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path) -> None:
-    cli = nano_cli(
-        "--trainer.max_steps", "50", "--trainer.accumulate_grad_batches", "2", "--checkpoint.every_n_steps", "40"
-    )
+def test_ctrl_c_ends_with_a_checkpoint_to_go_on_from(
+    nano_cli: Callable[..., DeepseekV41CLI], nano_args: list[str], tmp_path: Path
+) -> None:
+    options = ["--trainer.max_steps", "7", "--trainer.accumulate_grad_batches", "2", "--checkpoint.every_n_steps", "40"]
+    cli = nano_cli(*options)
     handler = signal.getsignal(signal.SIGINT)
     cli.trainer.callbacks.insert(0, Interrupt(at_batch=4))  # type: ignore[attr-defined]
     cli.trainer.fit(cli.model, cli.datamodule)
     assert signal.getsignal(signal.SIGINT) is handler
-    path = find_checkpoint(tmp_path / "runs" / "nano", "last")
+    runs = tmp_path / "runs" / "nano"
+    path = find_checkpoint(runs, "last")
     assert path is not None
     assert path.name == "step-00000003.ckpt"
     progress = torch.load(path, weights_only=True)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     assert progress["current"]["completed"] == 6
+    main(["fit", *nano_args, *options, "--ckpt_path", "last"])
+    main(["fit", *nano_args, *options])
+    for tag in ("train/loss", "train/tokens", "lr-AdamW/decay"):
+        # By step: the learning rate is logged for every micro-batch.
+        resumed, unbroken = (dict(scalars(runs / version)[tag]) for version in (FOLDER, "version_1"))
+        assert list(unbroken) == list(range(7))
+        assert resumed == unbroken, tag
 
 
 class Interrupt(L.Callback):
