@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lightning_modules.files import written_whole
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -27,14 +28,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if storage_options is not None:
             raise TypeError("storage_options: not supported by AtomicCheckpointIO")
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        # An open file, not its path, which torch would write into the archive.
+        with written_whole(Path(path)) as partial, partial.open("wb") as file:
+            torch.save(checkpoint, file)

@@ -1,10 +1,7 @@
-"""Where caches lie and how files get there whole."""
+"""Where caches lie."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from uuid import uuid4
 
 
 def default_cache_dir() -> Path:
@@ -18,26 +15,3 @@ def default_cache_dir() -> Path:
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared).expanduser() / "dsv41"
     return Path.home() / ".cache" / "dsv41"
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Write a file so that other processes see either nothing or all of it.
-
-    The file is written under another name in the same folder and renamed at the end. When two processes write the same
-    file at once, the last one wins, so both should write the same content. If the block raises, nothing is left.
-
-    Args:
-        path: Where the file is to appear. Its folder is made if needed.
-
-    Yields:
-        The path to write to.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
