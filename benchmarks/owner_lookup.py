@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsv41.engram_table import EngramTable, owned_rows
+from dsv41.engram_table import EngramTable
+from dsv41.sharding import owned_rows
 
 
 def draw_ids(kind: str, count: int, rows: int, rank: int) -> Tensor:

@@ -16,7 +16,7 @@ Shapes: B batch, S sequence, H hidden, D head_dim, T compressed positions, K sel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,10 @@ from dsv41.quantization import fake_quantize
 from dsv41.rope import layer_frequencies, rotate, rotation_table
 
 
-@dataclass(frozen=True)
-class AttentionState:
+class AttentionState(NamedTuple):
     """What CSA2 layers hand to the layers after them. Never mutated: a layer returns a new one.
+
+    A tuple, so that whatever hooks into a block's inputs and outputs (FSDP2, say) finds the tensors in it.
 
     Attributes:
         compressed_kv: Shared compressed keys/values [B, T, D], rotated and NVFP4-rounded.
@@ -97,6 +98,28 @@ def sdpa_attention(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
 ATTENTION_CORES = {"eager": eager_attention, "sdpa": sdpa_attention}
 
 
+class AttentionCore(nn.Module):
+    """One of the cores with its sinks. A module of its own, so that the sinks can stay fp32 where the rest does not.
+
+    Args:
+        heads: Query heads.
+        implementation: Key of `ATTENTION_CORES`.
+    """
+
+    def __init__(self, heads: int, implementation: str) -> None:
+        super().__init__()
+        self.attend = ATTENTION_CORES[implementation]
+        self.attn_sink = nn.Parameter(torch.zeros(heads))
+
+    def init_weights(self, draws: NamedDraws) -> None:
+        """A sink logit of zero: one unit of attention mass beside the keys."""
+        nn.init.zeros_(self.attn_sink)
+
+    def forward(self, q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+        """Attend; see `eager_attention`."""
+        return self.attend(q, kv, mask, self.attn_sink)
+
+
 class DeepseekV41Attention(nn.Module):
     """One CSA2 attention site. Which parts it owns follows from the layer schedule: see the module docstring.
 
@@ -112,7 +135,7 @@ class DeepseekV41Attention(nn.Module):
         self.ratio = config.compress_ratios[layer_idx]
         self.heads, self.width = config.num_attention_heads, config.head_dim
         self.groups, self.group_rank = config.o_groups, config.o_lora_rank
-        self.core = ATTENTION_CORES[backend.attn]
+        self.core = AttentionCore(self.heads, backend.attn)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.wq_a = nn.Linear(hidden, config.q_lora_rank, bias=False)
         self.q_norm = RMSNorm(config.q_lora_rank, eps)
@@ -122,16 +145,11 @@ class DeepseekV41Attention(nn.Module):
         # One block per group, stacked along the rows as in the released tensor.
         self.wo_a = nn.Linear(self.heads * self.width // self.groups, self.groups * self.group_rank, bias=False)
         self.wo_b = nn.Linear(self.groups * self.group_rank, hidden, bias=False)
-        self.attn_sink = nn.Parameter(torch.zeros(self.heads))
         compressed = self.ratio > 0
         self.compressor = (
             Compressor(config, self.ratio) if compressed and layer_idx in config.kv_source_layer_ids else None
         )
         self.indexer = Indexer(config, layer_idx) if compressed and layer_idx in config.index_source_layer_ids else None
-
-    def init_weights(self, draws: NamedDraws) -> None:
-        """A sink logit of zero: one unit of attention mass beside the keys."""
-        nn.init.zeros_(self.attn_sink)
 
     def _query_rotations(self, positions: Tensor) -> Tensor:
         return rotation_table(layer_frequencies(self.config, self.ratio > 0), positions)
@@ -166,7 +184,7 @@ class DeepseekV41Attention(nn.Module):
             kv = torch.cat((kv, state.compressed_kv), dim=1)
             mask = torch.cat((mask, membership(state.selection, state.compressed_kv.shape[1])), dim=-1)
         mask = mask & token_mask.unsqueeze(-1)
-        return self._project(rotate(self.core(q, kv, mask, self.attn_sink), table, inverse=True)), state
+        return self._project(rotate(self.core(q, kv, mask), table, inverse=True)), state
 
     def _publish(
         self, x: Tensor, q_latent: Tensor, table: Tensor, state: AttentionState, token_mask: Tensor
@@ -178,8 +196,7 @@ class DeepseekV41Attention(nn.Module):
             assert self.indexer is not None  # every KV source is an index source
             with torch.no_grad():
                 keys = self.indexer.keys(latent, rotations)
-            state = replace(
-                state,
+            state = state._replace(
                 compressed_kv=fake_quantize(rotate(latent, rotations), "nvfp4"),
                 index_keys=keys,
                 group_mask=self.compressor.group_mask(token_mask),
@@ -190,7 +207,7 @@ class DeepseekV41Attention(nn.Module):
             selection, blocks = self.indexer(
                 x, q_latent, state.index_keys, table, state.group_mask, state.candidate_blocks
             )
-            state = replace(state, selection=selection, candidate_blocks=blocks)
+            state = state._replace(selection=selection, candidate_blocks=blocks)
         return state
 
     def _project(self, out: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ _RENAMES = (
     (re.compile(r"^lm_head\."), "head."),
     (re.compile(r"^model\."), ""),
     (re.compile(r"\.(attn|ffn)_hc\."), r".hc_\1_"),
+    (re.compile(r"\.attn\.core\."), ".attn."),
 )
 # Parts of the release that this model may be without: draft layers, and the vision tower with its delimiters.
 _OPTIONAL = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline")

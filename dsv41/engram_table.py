@@ -1,8 +1,7 @@
 """The Engram table: rows that hash ids point at, held whole or split over ranks.
 
-With a process group of W ranks, rank r owns the rows of DTensor's own uneven ``Shard(0)`` layout: ceil(N / W) rows
-each, the last ranks fewer or none. No padding rows exist, the global shape is the logical one, and no rank ever holds
-the whole table. A lookup is an exchange:
+With a process group of W ranks, rank r owns the rows of DTensor's own uneven ``Shard(0)`` layout (see `sharding.py`): no
+padding rows exist, and no rank ever holds the whole table. A lookup is an exchange:
 
     ids -> sorted distinct ids (so they are grouped by owner) --all-to-all--> owners
     owners read their rows                                     --all-to-all--> rows -> back into the order of the ids
@@ -27,12 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dsv41.engram_hash import check_integer_ids
 from dsv41.initialization import NamedDraws
-
-
-def owned_rows(rows: int, world_size: int, rank: int) -> range:
-    """Rows of a table of `rows` that `rank` of `world_size` owns: the layout of ``torch.chunk`` and DTensor."""
-    share = -(-rows // world_size)
-    return range(min(rank * share, rows), min((rank + 1) * share, rows))
+from dsv41.sharding import owned_rows
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -81,13 +75,14 @@ class EngramTable(nn.Module):
         self.rows = rows
         self.std = std
         self.strict_validation = strict_validation
-        self.process_group = process_group
-        world_size = 1 if process_group is None else dist.get_world_size(process_group)
-        rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.world_size = world_size
-        self.owned = owned_rows(rows, world_size, rank)
+        self._set_owners(process_group)
         self.weight = nn.Parameter(torch.empty(len(self.owned), width))
         self.init_weights(NamedDraws())
+
+    def _set_owners(self, process_group: dist.ProcessGroup | None) -> None:
+        self.process_group = process_group
+        self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
+        self.owned = owned_rows(self.rows, self.world_size, 0 if process_group is None else dist.get_rank(process_group))
 
     def init_weights(self, draws: NamedDraws) -> None:
         """Draw the rows, in blocks; each row gets the same value whoever owns it."""
@@ -100,8 +95,11 @@ class EngramTable(nn.Module):
     def shard(self, mesh: DeviceMesh) -> nn.Parameter:
         """Turn the weight into a DTensor over `mesh`, which has to be the mesh of the other parameters.
 
+        A table without a process group is cut: each rank of the mesh keeps its rows, and the mesh's group looks up.
+        Built on the meta device, the whole table never takes memory.
+
         Args:
-            mesh: One-dimensional; its ranks in their order are those of the process group.
+            mesh: One-dimensional; its ranks in their order are those of the process group, if there is one.
 
         Returns:
             The new parameter, to be handed to ``fully_shard`` as ignored. Calling again with the same mesh returns it.
@@ -109,16 +107,24 @@ class EngramTable(nn.Module):
         Raises:
             ValueError: The mesh has other ranks, another order or another number of dimensions.
         """
-        owners = [dist.get_rank()] if self.process_group is None else dist.get_process_group_ranks(self.process_group)
-        if mesh.ndim != 1 or mesh.mesh.flatten().tolist() != owners:
+        ranks = mesh.mesh.flatten().tolist()
+        owners = ranks if self.process_group is None else dist.get_process_group_ranks(self.process_group)
+        if isinstance(self.weight, DTensor):
+            owners = self.weight.device_mesh.mesh.flatten().tolist()
+        if mesh.ndim != 1 or ranks != owners:
             raise ValueError(
                 f"mesh: must be one-dimensional over the owners of the table, ranks {owners}, got {mesh.mesh.tolist()}"
             )
         if not isinstance(self.weight, DTensor):
-            width = self.weight.shape[1]
+            local = self.weight.detach()
+            if self.process_group is None and len(ranks) > 1:
+                self._set_owners(mesh.get_group())
+                # A copy, or the slice would keep the whole table alive.
+                local = local[self.owned.start : self.owned.stop].clone()
+            width = local.shape[1]
             # Shape and stride are given: from uneven shards each rank would infer another global shape.
             sharded = DTensor.from_local(
-                self.weight.data,
+                local,
                 mesh,
                 (Shard(0),),
                 run_check=False,

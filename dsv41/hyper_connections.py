@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dsv41.config import DeepseekV41TextConfig
 from dsv41.initialization import NamedDraws
 from dsv41.precision import full_precision, widen
+from dsv41.sharding import copy_rows_
 
 
 class _Sinkhorn(torch.autograd.Function):
@@ -123,14 +124,14 @@ class HyperConnection(nn.Module):
     def init_weights(self, draws: NamedDraws) -> None:
         """Start close to an ordinary residual: read the mean of the streams, write everywhere, keep streams apart."""
         draws.normal_(self.fn, "fn", self.initializer_range)
+        nn.init.constant_(self.scale, 0.01)
         streams = self.streams
-        with torch.no_grad():
-            self.scale.fill_(0.01)
-            self.base.zero_()
-            # sigmoid(base) = 1 / C: with equal streams the site reads their common value.
-            self.base[:streams].fill_(-math.log(max(streams - 1, 1)))
-            # exp(4) against 1: streams mostly keep to themselves, yet every entry has a gradient.
-            self.base[2 * streams :].view(streams, streams).fill_diagonal_(4.0)
+        base = torch.zeros(self.base.shape, dtype=torch.float64)  # the parameter's dtype rounds it, not the default
+        # sigmoid(base) = 1 / C: with equal streams the site reads their common value.
+        base[:streams].fill_(-math.log(max(streams - 1, 1)))
+        # exp(4) against 1: streams mostly keep to themselves, yet every entry has a gradient.
+        base[2 * streams :].view(streams, streams).fill_diagonal_(4.0)
+        copy_rows_(self.base, base)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Coefficients of `streams` [B, S, C, H].

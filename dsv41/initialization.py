@@ -3,8 +3,10 @@
 Each parameter is drawn from a generator of its own, seeded by the run's seed and the parameter's full name. So two
 models that share a parameter share its initial value (whatever else an ablation adds or removes), a model built on
 the meta device equals one built directly, and the order of construction does not matter. Draws are made in fp32 and
-cast afterwards, so that a bf16 model starts from the rounded fp32 one. Tables are drawn in blocks of rows, each with
-its own generator, so that a rank that holds only some rows can draw just those.
+cast afterwards, so that a bf16 model starts from the rounded fp32 one. Sharded parameters start from the same numbers on
+any number of ranks, without communication: each rank draws a parameter whole and keeps its rows. Tables and stacked
+experts are drawn in pieces (blocks of rows, single experts), each with its own generator, so that a rank draws just those
+that it holds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
+
+from dsv41.sharding import copy_rows_, local_rows
 
 ROWS_PER_BLOCK = 4096
 
@@ -36,11 +40,20 @@ class NamedDraws:
 
     @torch.no_grad()
     def normal_(self, parameter: Tensor, name: str, std: float) -> None:
-        """Fill `parameter` with N(0, std^2); nothing happens on the meta device."""
+        """Fill `parameter`, which may be sharded, with N(0, std^2); nothing happens on the meta device."""
         if parameter.is_meta:
             return
         values = torch.randn(parameter.shape, generator=self._generator(name), dtype=torch.float32, device="cpu")
-        parameter.copy_(values.mul_(std))
+        copy_rows_(parameter, values.mul_(std))
+
+    def normal_stack_(self, parameter: Tensor, name: str, std: float) -> None:
+        """Like `normal_` for each matrix of a stack [count, ...], drawn by its own index under ``INDEX.name``.
+
+        More matrices leave the first ones as they are, and a rank draws only those that it holds.
+        """
+        local, first = local_rows(parameter.detach())
+        for index, matrix in enumerate(local.unbind(0), start=first):
+            self.normal_(matrix, f"{index}.{name}", std)
 
     @torch.no_grad()
     def normal_rows_(self, parameter: Tensor, name: str, std: float, first_row: int = 0) -> None:
@@ -54,7 +67,8 @@ class NamedDraws:
         for block in range(first_row // ROWS_PER_BLOCK, (last_row - 1) // ROWS_PER_BLOCK + 1):
             start = block * ROWS_PER_BLOCK
             generator = self._generator(f"{name}.{block}")
-            values = torch.randn(ROWS_PER_BLOCK, parameter.shape[1], generator=generator, device="cpu").mul_(std)
+            shape = (ROWS_PER_BLOCK, parameter.shape[1])
+            values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").mul_(std)
             low, high = max(start, first_row), min(start + ROWS_PER_BLOCK, last_row)
             parameter[low - first_row : high - first_row].copy_(values[low - start : high - start])
 

@@ -310,8 +310,10 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
     def prepare_model_owned_dtensors(self, fsdp_mesh: DeviceMesh) -> set[nn.Parameter]:
         """Register the Engram tables as DTensors over `fsdp_mesh`, before ``fully_shard`` records what it ignores.
 
+        Tables that are still whole are cut; each rank keeps its rows.
+
         Args:
-            fsdp_mesh: One-dimensional; ranks and order are those of the tables' process group.
+            fsdp_mesh: One-dimensional; ranks and order are those of the tables' process group, if they have one.
 
         Returns:
             The registered parameters, for ``ignored_params`` of every ``fully_shard`` call.
@@ -323,23 +325,25 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
         return {table.shard(fsdp_mesh) for table in tables}
 
     def initialize_weights(
-        self, buffer_device: torch.device | str | None = None, dtype: torch.dtype = torch.bfloat16
+        self, buffer_device: torch.device | str | None = None, dtype: torch.dtype | None = torch.bfloat16
     ) -> None:
         """Draw all parameters and restore all derived buffers, for example after ``to_empty`` from the meta device.
 
         Args:
             buffer_device: Where derived buffers go; None leaves them where they are.
             dtype: Of the parameters, except those that stay fp32: mHC, sinks, pooling weights, head. A float64 model
-                is float64 throughout. Integer buffers are never cast.
+                is float64 throughout; None leaves dtypes as they are. Integer buffers are never cast.
 
-        Values depend on ``torch.initial_seed()`` and the parameter's name only (see `initialization.py`).
+        Values depend on ``torch.initial_seed()`` and the parameter's name only (see `initialization.py`): sharded
+        parameters get the rows of the unsharded ones, without communication.
         """
         if buffer_device is not None:
             for module in self.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(buffer_device))
         self._draw_parameters()
-        self.cast_parameters(dtype)
+        if dtype is not None:
+            self.cast_parameters(dtype)
 
     def cast_parameters(self, dtype: torch.dtype) -> None:
         """Cast parameters to `dtype`, leaving those in fp32 that must stay so; buffers are not touched."""

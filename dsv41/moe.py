@@ -110,8 +110,7 @@ class Experts(nn.Module):
     def init_weights(self, draws: NamedDraws) -> None:
         """Each expert is drawn by its own index, so that more experts leave the first ones as they are."""
         for name in ("w1", "w2", "w3"):
-            for index, matrix in enumerate(getattr(self, name).data.unbind(0)):
-                draws.normal_(matrix, f"{index}.{name}", self.initializer_range)
+            draws.normal_stack_(getattr(self, name), name, self.initializer_range)
 
     def _expert(self, x: Tensor, weight: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         inner = swiglu(F.linear(x, w1), F.linear(x, w3), self.limit) * weight

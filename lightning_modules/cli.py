@@ -18,12 +18,14 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
 
 from dsv41.config import DeepseekV41TextConfig
 from lightning_modules.callbacks import (
@@ -38,6 +40,7 @@ from lightning_modules.callbacks import (
 from lightning_modules.callbacks.checkpoint import find_checkpoint, run_number
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
+from lightning_modules.strategy import EngramFSDPStrategy
 from lightning_modules.task import DeepseekV41Task
 
 # A text configuration is a group of options, not a class to choose.
@@ -51,6 +54,7 @@ _EXPECTED = (
     "Checkpoint directory .* exists and is not empty",  # a resumed run goes on where it was
     "The dirpath has changed",  # validate and test have a log directory of their own
     ".*with Trainer configured with multiple `ModelCheckpoint` callbacks",  # the best one stands first
+    "Couldn't infer the batch indices",  # every prediction has its row_id
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated",  # Lightning's own code on the newest torch
 )
 
@@ -69,17 +73,19 @@ class SaveRunConfig(SaveConfigCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Save, or raise if another run is using the directory."""
-        if stage != "fit" or trainer.log_dir is None:
+        self._log_dir = trainer.log_dir  # asked for by all ranks, since the answer is rank 0's
+        if stage != "fit" or self._log_dir is None:
             return
-        if self.config.get("ckpt_path") and (Path(trainer.log_dir) / self.config_filename).is_file():
+        is_there = (Path(self._log_dir) / self.config_filename).is_file()
+        if self.config.get("ckpt_path") and trainer.strategy.broadcast(is_there):
             return
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Keep the tokenizer: the model cannot be used with another, and training it again needs the same text."""
         tokenizer = getattr(pl_module, "tokenizer", None)
-        if tokenizer is not None and trainer.log_dir is not None:
-            tokenizer.save_pretrained(Path(trainer.log_dir) / "tokenizer")
+        if tokenizer is not None and self._log_dir is not None:
+            tokenizer.save_pretrained(Path(self._log_dir) / "tokenizer")
 
 
 class DeepseekV41CLI(LightningCLI):
@@ -148,7 +154,7 @@ class DeepseekV41CLI(LightningCLI):
                 # What the killed run logged after its checkpoint is superseded.
                 step = int(path.stem.removeprefix("step-"))
                 logger.dict_kwargs = (logger.get("dict_kwargs") or {}) | {"purge_step": step}
-        print(f"ckpt_path: {name} is {path}", file=sys.stderr)
+        rank_zero_only(print)(f"ckpt_path: {name} is {path}", file=sys.stderr)
         return path
 
 
@@ -170,7 +176,7 @@ def _with_saved_config(args: list[str]) -> list[str]:
         path = arg.removeprefix("--ckpt_path=") if arg.startswith("--ckpt_path=") else None
         if arg == "--ckpt_path" and index + 1 < len(args):
             path = args[index + 1]
-        if path and Path(path).is_file() and (saved := Path(path).absolute().parents[1] / "config.yaml").is_file():
+        if path and Path(path).exists() and (saved := Path(path).absolute().parents[1] / "config.yaml").is_file():
             return [args[0], "--config", str(saved), *args[1:]]
     return args
 
@@ -199,6 +205,11 @@ def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
     )
 
 
+def _rank() -> str:
+    """Which rank speaks, where there is more than one."""
+    return f" (rank {dist.get_rank()})" if dist.is_initialized() and dist.get_world_size() > 1 else ""
+
+
 def _cause(error: BaseException) -> BaseException:
     """The error itself, where the parser has wrapped it in a description of its own machinery."""
     while error.__cause__ is not None and "compute_fn of link" in str(error):
@@ -222,5 +233,5 @@ def main(args: list[str] | None = None) -> None:
         running = any(frame.name == "advance" for frame in traceback.extract_tb(error.__traceback__))
         if running or os.environ.get("DSV41_TRACEBACK"):
             raise
-        print(f"dsv41: error: {_cause(error)}", file=sys.stderr)
+        print(f"dsv41: error{_rank()}: {_cause(error)}", file=sys.stderr)
         sys.exit(1)

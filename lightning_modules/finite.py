@@ -7,13 +7,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dsv41.sharding import local_rows
+
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient became infinite or NaN."""
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    return [name for name, tensor in tensors if tensor is not None and not bool(torch.isfinite(tensor).all())]
+    # Of this rank's rows alone: the others may have nothing to complain about, and would not take part in a collective.
+    return [
+        name
+        for name, tensor in tensors
+        if tensor is not None and not bool(torch.isfinite(local_rows(tensor.detach())[0]).all())
+    ]
 
 
 def _some(names: list[str]) -> str:

@@ -1,8 +1,8 @@
 """The LightningModule: language-model training, validation and test.
 
 Every predicted token has the same weight, in the loss, in the gradient and in the metrics: rows with fewer live labels
-weigh less, and so do micro-batches in gradient accumulation. The model is built in `configure_model`; nothing in here
-knows about ranks.
+weigh less, and so do micro-batches in gradient accumulation and ranks. The model is built in `configure_model` and sharded
+by the strategy; sums over ranks are the strategy's `reduce`, which on one device returns what it is given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from lightning_modules import checkpoint_rule
 from lightning_modules.data.token_bytes import token_byte_lengths
 from lightning_modules.finite import require_finite_gradients, require_finite_loss
 from lightning_modules.metrics import LanguageModelMetric
-from lightning_modules.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule, group_settings
+from lightning_modules.optim import (
+    OptimizerConfig,
+    ScheduleConfig,
+    build_optimizer,
+    build_schedule,
+    gradient_norm,
+    group_settings,
+)
+from lightning_modules.strategy import EngramFSDPStrategy
 
 Batch = dict[str, Tensor]
 
@@ -34,9 +42,10 @@ class StepTotals:
     """Sums over the micro-batches of an optimizer step so far: scalars.
 
     Attributes:
-        nats: Summed cross-entropy.
-        tokens: Predicted tokens.
-        reference: Predicted tokens of the first micro-batch, at least 1: what every micro-batch's loss is divided by.
+        nats: Summed cross-entropy of this rank.
+        tokens: Predicted tokens of this rank.
+        reference: Predicted tokens per rank in the first micro-batch (1 if there are none): what the loss of every
+            micro-batch is divided by. The same on all ranks.
     """
 
     nats: Tensor
@@ -126,8 +135,11 @@ class DeepseekV41Task(L.LightningModule):
                 f"trainer.precision: must be one of {PRECISIONS}, got {self.trainer.precision!r}; the others would "
                 "also cast what has to stay fp32 (mixing coefficients, router biases), or need a loss scaler"
             )
-        if self.trainer.world_size > 1:
-            raise ValueError(f"trainer.devices: only one device is supported so far, got {self.trainer.world_size}")
+        if self.trainer.world_size > 1 and not isinstance(self.trainer.strategy, EngramFSDPStrategy):
+            raise ValueError(
+                f"trainer.strategy: {self.trainer.world_size} devices need engram_fsdp (see configs/strategy), got "
+                f"{type(self.trainer.strategy).__name__}"
+            )
         if self.trainer.strategy.root_device.type == "mps":
             raise ValueError("trainer.accelerator: mps has neither float8 nor float64; use cpu")
         length = getattr(getattr(self.trainer, "datamodule", None), "sequence_length", None)
@@ -164,17 +176,25 @@ class DeepseekV41Task(L.LightningModule):
         the gradient of the mean over all predicted tokens of the step.
 
         The number of tokens in later micro-batches is not known yet, so each summed loss is divided by that of the
-        first one; and multiplied by their number, because Lightning divides by it.
+        first one; and multiplied by the number of micro-batches, because Lightning divides by it. Gradients are averaged
+        over ranks, so it is divided by the tokens per rank.
         """
         nats, tokens = self._summed_loss(batch)
         require_finite_loss(nats, self.built, self.trainer.global_step + 1)
         step = self._step
         if step is None:
-            step = StepTotals(nats.detach(), tokens, reference=tokens.clamp_min(1))
+            reference = self._over_ranks(tokens.to(nats.dtype)) / self.trainer.world_size
+            step = StepTotals(nats.detach(), tokens, torch.where(reference > 0, reference, 1.0))
         else:
             step = StepTotals(step.nats + nats.detach(), step.tokens + tokens, step.reference)
         self._step = step
         return nats / step.reference * self.trainer.accumulate_grad_batches
+
+    def _over_ranks(self, values: Tensor) -> Tensor:
+        """Sum over ranks; `values` may be overwritten."""
+        total = self.trainer.strategy.reduce(values, reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return total
 
     def configure_gradient_clipping(
         self,
@@ -185,13 +205,16 @@ class DeepseekV41Task(L.LightningModule):
         """Finish the gradient of the step, check it, log it, clip it."""
         step, self._step = self._step, None
         assert step is not None  # training_step has run
+        nats, tokens = self._over_ranks(torch.stack((step.nats.double(), step.tokens.double()))).unbind()
+        live = tokens.clamp_min(1)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.trainer.accumulate_grad_batches > 1:
-            torch._foreach_mul_(gradients, step.reference / step.tokens.clamp_min(1))
-        norm = torch.nn.utils.get_total_norm(gradients)
+            factor = step.reference * self.trainer.world_size / live
+            torch._foreach_mul_(gradients, factor.to(step.reference.dtype))
+        norm = gradient_norm(gradients)
         require_finite_gradients(norm, self.built, self.trainer.global_step + 1)
-        self.tokens_seen += int(step.tokens)
-        self.log("train/loss", step.nats / step.tokens.clamp_min(1), prog_bar=True)
+        self.tokens_seen += int(tokens)
+        self.log("train/loss", (nats / live).float(), prog_bar=True)
         self.log("train/grad_norm", norm)
         self.log("train/tokens", float(self.tokens_seen))
         # Not `self.clip_gradients`: with bf16-mixed, Lightning refuses any fused optimizer, though it unscales nothing.
@@ -212,7 +235,8 @@ class DeepseekV41Task(L.LightningModule):
 
     def _log_metrics(self, stage: str) -> None:
         for name, value in self.metrics.compute().items():
-            self.log(f"{stage}/{name}", value, prog_bar=name == "loss")
+            # The metric has added up over ranks, so all have the same number; the maximum keeps it as it is.
+            self.log(f"{stage}/{name}", value, prog_bar=name == "loss", sync_dist=True, reduce_fx="max")
         self.metrics.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -36,7 +36,7 @@ class UnigramBaseline(Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the flat line at the same steps as the validation loss."""
         if self.entropy is not None:
-            pl_module.log("val/unigram_entropy", self.entropy)
+            pl_module.log("val/unigram_entropy", self.entropy, sync_dist=True, reduce_fx="max")  # equal on all ranks
 
     @rank_zero_only
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -34,7 +34,10 @@ class GracefulInterrupt(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop where nothing of a step is pending."""
-        if self.requested and not trainer.fit_loop._should_accumulate():
+        if trainer.fit_loop._should_accumulate():
+            return
+        # Ranks get the signal at different steps, or not all of them; they have to stop at the same one.
+        if trainer.strategy.reduce_boolean_decision(self.requested, all=False):
             trainer.should_stop = True
 
     def _restore(self) -> None:

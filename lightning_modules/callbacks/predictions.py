@@ -11,11 +11,13 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_modules.data.rows import NO_ROW
+
 
 class PredictionFile(BasePredictionWriter):
     """Writes what ``predict_step`` returned for all rows to ``predictions.pt`` in the run's log directory.
 
-    The file holds a dict of tensors, concatenated over batches; open it with ``torch.load(..., weights_only=True)``.
+    The file holds a dict of tensors, all rows in their order, whatever the number of ranks; open it with ``torch.load(..., weights_only=True)``.
     """
 
     def __init__(self) -> None:
@@ -26,6 +28,15 @@ class PredictionFile(BasePredictionWriter):
     ) -> None:
         """Write the file and print where it is."""
         path = Path(trainer.log_dir or ".") / "predictions.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({name: torch.cat([batch[name] for batch in predictions]) for name in predictions[0]}, path)
-        rank_zero_info(f"predictions: {path}")
+        whole = {name: torch.cat([batch[name] for batch in predictions]) for name in predictions[0]}
+        if trainer.world_size > 1:
+            # One column per rank, [rows, ranks]: flattened, the rows are in their order again.
+            whole = {
+                name: trainer.strategy.all_gather(part.to(trainer.strategy.root_device)).cpu().transpose(0, 1).flatten(0, 1)
+                for name, part in whole.items()
+            }
+        real = whole["row_id"] != NO_ROW
+        if trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({name: part[real] for name, part in whole.items()}, path)
+            rank_zero_info(f"predictions: {path}")

@@ -13,7 +13,14 @@ from lightning_modules.data.cache import default_cache_dir
 from lightning_modules.data.corpus import check_source
 from lightning_modules.data.prepared import PreparedText
 from lightning_modules.data.rows import RowDataset
-from lightning_modules.data.sampler import Position, ResumableBatchSampler, ResumableLoader, trainer_position
+from lightning_modules.data.sampler import (
+    OrderedBatchSampler,
+    Position,
+    ResumableBatchSampler,
+    ResumableLoader,
+    SharedLoader,
+    trainer_position,
+)
 from lightning_modules.data.tokenization import check_tokenizer_spec
 
 
@@ -23,8 +30,8 @@ class TextDataModule(L.LightningDataModule):
     A batch is a dict of int64 tensors: ``input_ids``, ``attention_mask``, ``labels`` (not shifted) and
     ``document_ids``, each ``[batch, sequence_length]``, and ``row_id`` ``[batch]``. See ``RowDataset``.
 
-    The order of the training rows depends on the seed and the epoch only, and a run that is resumed inside an epoch
-    goes on at the next batch. What is computed once, the trained tokenizer and the tokens, is kept in ``cache_dir``.
+    The order of the training rows depends on the seed and the epoch only, whatever the number of processes, and a run
+    that is resumed inside an epoch goes on at the next batch. What is computed once, the trained tokenizer and the tokens, is kept in ``cache_dir``.
 
     Args:
         source: Where the text comes from: "stdlib" (the sources of Python's standard library, always at hand), a file
@@ -34,7 +41,8 @@ class TextDataModule(L.LightningDataModule):
             129280 tokens), or the path of a tokenizer.json or of a folder with one.
         vocab_size: Tokens of the trained tokenizer, at least 259. Without meaning for other tokenizers.
         sequence_length: Tokens in a row, at least 2.
-        batch_size: Rows in a batch of one process, at least 1.
+        batch_size: Rows in a batch of all processes together, at least one for each, so that the same configuration
+            trains on the same batches on any number of processes.
         val_fraction: Share of the documents for validation, from 0 to below 1; 0 is without validation.
         test_fraction: Share of the documents for test, from 0 to below 1.
         text_field: Field or column with the text, in .jsonl and .parquet files and Hugging Face datasets.
@@ -120,14 +128,21 @@ class TextDataModule(L.LightningDataModule):
         _ = self._text.stores
 
     def setup(self, stage: str) -> None:
-        """Open the tokens and check that there are enough for the stage.
+        """Open the tokens and check that there are enough for the stage, and rows in a batch for all processes.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            ValueError: If a split that the stage needs is empty, or the train split has less than one row.
+            ValueError: If a split that the stage needs is empty, the train split has less than one row, or a batch has
+                fewer rows than there are processes.
         """
+        processes = self._ranks()[1]
+        if self.batch_size < processes:
+            raise ValueError(
+                f"data.batch_size: must be at least the number of processes, {processes}, since a batch is divided among "
+                f"them, got {self.batch_size}"
+            )
         if stage == "fit":
             self._text.check_enough("train", self.sequence_length)
         if stage == "validate" or (stage == "fit" and self.val_fraction > 0):
@@ -155,16 +170,20 @@ class TextDataModule(L.LightningDataModule):
         sampler = ResumableBatchSampler(len(rows), self.batch_size, self.seed, self._position, *self._ranks())
         return ResumableLoader(self._loader(rows, batch_sampler=sampler))
 
-    def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]] | list[Any]:
+    def val_dataloader(self) -> SharedLoader | list[Any]:
         """Batches of the validation rows, in their order. Without any, an empty list, about which Lightning warns."""
         rows = self.dataset("val")
-        return self._loader(rows, batch_size=self.batch_size) if len(rows) else []
+        return self._ordered(rows) if len(rows) else []
 
-    def test_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+    def test_dataloader(self) -> SharedLoader:
         """Batches of the test rows, in their order."""
-        return self._loader(self.dataset("test"), batch_size=self.batch_size)
+        return self._ordered(self.dataset("test"))
 
-    def predict_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+    def _ordered(self, rows: RowDataset) -> SharedLoader:
+        sampler = OrderedBatchSampler(len(rows), self.batch_size, *self._ranks())
+        return SharedLoader(self._loader(rows, batch_sampler=sampler))
+
+    def predict_dataloader(self) -> SharedLoader:
         """Batches of the test rows, in their order."""
         return self.test_dataloader()
 
@@ -227,7 +246,6 @@ class TextDataModule(L.LightningDataModule):
             "sequence_length": self.sequence_length,
             "batch_size": self.batch_size,
             "seed": self.seed,
-            "number of processes": self._ranks()[1],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -7,6 +7,9 @@ from torch.utils.data import Dataset
 from dsv41.config import IGNORE_INDEX
 from lightning_modules.data.token_store import TokenStore
 
+# In place of a row's number: a row of padding alone, for a process that has no row left where others have one.
+NO_ROW = -1
+
 
 class RowDataset(Dataset[dict[str, torch.Tensor]]):
     """Rows of ``sequence_length`` tokens, whatever documents they cross; the last is filled up with padding.
@@ -30,19 +33,21 @@ class RowDataset(Dataset[dict[str, torch.Tensor]]):
         """One row.
 
         Args:
-            row: Number of the row, from 0.
+            row: Number of the row, from 0, or ``NO_ROW`` for a row of padding alone.
 
         Returns:
             ``input_ids``, int64 ``[S]``; ``attention_mask``, int64 ``[S]``, 1 at tokens and 0 at padding;
             ``labels``, int64 ``[S]``, not shifted: the token itself, or -100 at padding and at the first token of each
             document, so that no document is predicted from the one before; ``document_ids``, int64 ``[S]``, which
-            numbers the row's documents from 1 and is 0 at padding; ``row_id``, int64 scalar, the number of the row.
+            numbers the row's documents from 1 and is 0 at padding; ``row_id``, int64 scalar, ``row``.
 
         Raises:
             IndexError: If there is no such row.
         """
+        if row == NO_ROW:
+            return self._padding()
         if not 0 <= row < len(self):
-            raise IndexError(f"row must be from 0 to {len(self) - 1}, got {row}")
+            raise IndexError(f"row must be from 0 to {len(self) - 1}, or {NO_ROW}, got {row}")
         begin = row * self.sequence_length
         end = min(begin + self.sequence_length, len(self.store))
         live = end - begin
@@ -68,6 +73,16 @@ class RowDataset(Dataset[dict[str, torch.Tensor]]):
             "labels": torch.from_numpy(labels),
             "document_ids": torch.from_numpy(document_ids),
             "row_id": torch.tensor(row),
+        }
+
+    def _padding(self) -> dict[str, torch.Tensor]:
+        size = (self.sequence_length,)
+        return {
+            "input_ids": torch.full(size, self.pad_id, dtype=torch.int64),
+            "attention_mask": torch.zeros(size, dtype=torch.int64),
+            "labels": torch.full(size, IGNORE_INDEX, dtype=torch.int64),
+            "document_ids": torch.zeros(size, dtype=torch.int64),
+            "row_id": torch.tensor(NO_ROW),
         }
 
 

@@ -1,4 +1,9 @@
-"""The order of the training rows, and a loader that goes on inside an epoch after a resume.
+"""Which rows each process takes, in what order, and a loader that goes on inside an epoch after a resume.
+
+A batch is a batch of all processes together, so that the same rows are trained on in the same steps whatever their
+number: the order is cut into batches, and rank r of W takes every W-th row of each, from the r-th. Where a batch is not
+divisible by W, ranks without a row get one of padding alone (``NO_ROW``), so that all have the same shapes and make the
+same number of steps.
 
 Lightning goes on counting at batch N when it resumes from a checkpoint written inside an epoch, but it asks the loader
 for a new iterator, and an ordinary loader would begin again at batch 0. The sampler here is told where to begin: each
@@ -16,6 +21,8 @@ from typing import Any, NamedTuple
 import lightning.pytorch as L
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
+
+from lightning_modules.data.rows import NO_ROW
 
 
 class Position(NamedTuple):
@@ -52,16 +59,67 @@ def trainer_position(trainer: L.Trainer) -> Position | None:
     return Position(math.ceil(earlier / trainer.num_training_batches), progress.current.completed)
 
 
-class ResumableBatchSampler(Sampler[list[int]]):
-    """Micro-batches of row numbers, in an order that depends on the seed and the epoch only.
+def share_of(batch: list[int], rank: int, world_size: int) -> list[int]:
+    """A rank's part of a batch.
 
-    The rows are permuted and cut into global batches of ``batch_size * world_size`` rows; rank r takes every
-    ``world_size``-th row of each, from the r-th. The last global batch may be smaller. With more than one rank it is
-    dropped if it has fewer rows than there are ranks, because every rank must make the same number of steps.
+    Args:
+        batch: Row numbers, at least one.
+        rank: This process's number among the data-parallel ones, from 0.
+        world_size: Number of data-parallel processes.
+
+    Returns:
+        Every ``world_size``-th row from the ``rank``-th, filled up with ``NO_ROW`` to the length that rank 0 has.
+    """
+    mine = batch[rank::world_size]
+    return mine + [NO_ROW] * (-(-len(batch) // world_size) - len(mine))
+
+
+def _check_ranks(rows: int, batch_size: int, rank: int, world_size: int) -> None:
+    for name, value in (("rows", rows), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
+    if batch_size < world_size:
+        raise ValueError(f"batch_size must be at least the number of processes, {world_size}, got {batch_size}")
+
+
+class OrderedBatchSampler(Sampler[list[int]]):
+    """Batches of row numbers in their order, for validation and test; the last may be smaller.
 
     Args:
         rows: Number of rows, at least 1.
-        batch_size: Rows in a micro-batch of one rank, at least 1.
+        batch_size: Rows in a batch of all processes, at least one for each.
+        rank: This process's number among the data-parallel ones, from 0.
+        world_size: Number of data-parallel processes.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(self, rows: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        _check_ranks(rows, batch_size, rank, world_size)
+        self.rows = rows
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        """Batches, the same number for every rank."""
+        return -(-self.rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(0, self.rows, self.batch_size):
+            batch = list(range(begin, min(begin + self.batch_size, self.rows)))
+            yield share_of(batch, self.rank, self.world_size)
+
+
+class ResumableBatchSampler(Sampler[list[int]]):
+    """Batches of row numbers, in an order that depends on the seed and the epoch only; the last may be smaller.
+
+    Args:
+        rows: Number of rows, at least 1.
+        batch_size: Rows in a batch of all processes, at least one for each.
         seed: Seed of the order, at least 0.
         position: Returns the position to begin at, or None if nothing is left of the epoch. Called at the start of each
             iteration, never earlier.
@@ -81,11 +139,9 @@ class ResumableBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        for name, value, least in (("rows", rows, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
+        _check_ranks(rows, batch_size, rank, world_size)
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
         self.rows = rows
         self.batch_size = batch_size
         self.seed = seed
@@ -98,8 +154,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
 
         Lightning compares this number with its own counter of the epoch's batches to find the end of the epoch.
         """
-        whole, rest = divmod(self.rows, self.batch_size * self.world_size)
-        return whole + (rest >= self.world_size)
+        return -(-self.rows // self.batch_size)
 
     def order(self, epoch: int) -> np.ndarray:
         """The rows of one epoch.
@@ -118,19 +173,19 @@ class ResumableBatchSampler(Sampler[list[int]]):
             return
         epoch, batches = position
         order = self.order(epoch)
-        size = self.batch_size * self.world_size
         for number in range(batches, len(self)):
-            yield order[number * size : (number + 1) * size][self.rank :: self.world_size].tolist()
+            batch = order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
+            yield share_of(batch, self.rank, self.world_size)
 
 
-class ResumableLoader:
-    """A training loader that starts at the sampler's position when its first batch is asked for.
+class SharedLoader:
+    """A loader whose batch sampler already knows about ranks.
 
     It wraps a ``DataLoader`` instead of being one so that Lightning leaves it as it is: Lightning would replace the
     sampler of a ``DataLoader`` by its own when there are several ranks.
 
     Args:
-        loader: The loader to iterate. Its batch sampler is a ``ResumableBatchSampler``.
+        loader: The loader to iterate. Its batch sampler takes a rank's part of each batch.
     """
 
     def __init__(self, loader: DataLoader[dict[str, Any]]) -> None:
@@ -146,6 +201,10 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         # A generator: nothing below runs before the first batch is asked for. See the note at the top of the file.
         yield from self.loader
+
+
+class ResumableLoader(SharedLoader):
+    """A training loader that starts at the sampler's position when its first batch is asked for."""
 
     def state_dict(self) -> dict[str, Any]:
         """An empty state. Having one tells Lightning that this loader can be resumed, so that it does not warn."""

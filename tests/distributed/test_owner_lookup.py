@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv41.engram_table import owned_rows
+from dsv41.sharding import owned_rows
 
 SCRIPT = Path(__file__).with_name("owner_lookup_checks.py")
 

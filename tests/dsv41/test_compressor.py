@@ -182,13 +182,13 @@ def test_a_sequence_shorter_than_the_ratio_attends_to_its_window_only(
     empty = module.compressor(inputs(2, length, config.hidden_size))
     assert empty.shape == (2, 0, config.head_dim)
     fed: list[Tensor] = []
-    core = module.core
+    core = module.core.attend
 
     def recorder(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
         fed.extend((kv, mask))
         return core(q, kv, mask, sink)
 
-    module.core = recorder
+    module.core.attend = recorder
     x = inputs(2, length, config.hidden_size).requires_grad_()
     positions = torch.arange(length).expand(2, -1)
     live = torch.ones(2, length, dtype=torch.bool)

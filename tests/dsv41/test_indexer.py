@@ -468,11 +468,13 @@ def run_model(model: DeepseekV41ForCausalLM) -> tuple[dict[int, AttentionState],
         attn = block.attn
         attn.register_forward_hook(lambda _m, _a, out, layer=layer: states.__setitem__(layer, out[1]))
 
-        def core(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, layer: int = layer, inner: Any = attn.core) -> Any:
+        def core(
+            q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, layer: int = layer, inner: Any = attn.core.attend
+        ) -> Any:
             masks[layer] = mask
             return inner(q, kv, mask, sink)
 
-        attn.core = core
+        attn.core.attend = core
     ids = torch.randint(3, 500, (2, 40), generator=torch.Generator().manual_seed(28))
     attention_mask = (torch.arange(40) < torch.tensor([[40], [31]])).long()
     with torch.no_grad():

@@ -150,7 +150,7 @@ def catch(tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[
             caught["raw_out"] = torch.randn(q.shape, generator=torch.Generator().manual_seed(7))
             return caught["raw_out"]
 
-        module.core = core
+        module.core.attend = core
 
         def keep(name: str, part: torch.nn.Module) -> None:
             part.register_forward_hook(lambda _m, _a, out: caught.__setitem__(name, out))

@@ -297,7 +297,7 @@ class AfterClipping(L.Callback):
             ["--trainer.precision", "bf16-true"],
             "trainer.precision: must be one of ('32-true', '64-true', 'bf16-mixed')",
         ),
-        (["--trainer.devices", "2", "--trainer.strategy", "ddp"], "trainer.devices: only one device"),
+        (["--trainer.devices", "2", "--trainer.strategy", "ddp"], "trainer.strategy: 2 devices need engram_fsdp"),
     ],
 )
 def test_what_cannot_work_is_refused(options: list[str], message: str, nano_cli: Callable[..., DeepseekV41CLI]) -> None:

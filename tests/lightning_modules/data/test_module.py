@@ -193,7 +193,7 @@ def test_settings_show_in_the_command_line_help() -> None:
     text = parser.format_help()
     for setting in ("source", "tokenizer", "vocab_size", "sequence_length", "max_documents", "cache_dir"):
         assert f"--data.{setting}" in text
-    assert "Rows in a batch of one process" in text
+    assert "Rows in a batch of all processes together" in text
     assert parser.parse_args(["--data.source", "[a, b]"]).data.source == ["a", "b"]
 
 

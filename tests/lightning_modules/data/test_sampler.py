@@ -1,6 +1,6 @@
 """The order of the rows, without a trainer."""
 
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_modules.data.sampler import Position, ResumableBatchSampler, ResumableLoader
+from lightning_modules.data.rows import NO_ROW
+from lightning_modules.data.sampler import OrderedBatchSampler, Position, ResumableBatchSampler, ResumableLoader
 
 
 def _batches(
@@ -57,17 +58,30 @@ def test_position_is_asked_for_at_each_iteration_and_not_before() -> None:
     assert list(sampler) == []
 
 
-@pytest.mark.parametrize("rows", [23, 24, 25, 26, 33])
-def test_ranks_share_each_global_batch(rows: int) -> None:
-    ranks = [_batches(2, rows=rows, rank=rank, ranks=3) for rank in range(3)]
-    assert len({len(batches) for batches in ranks}) == 1
-    assert all(batch for batches in ranks for batch in batches)
-    order = [row for batch in _batches(2, rows=rows) for row in batch]
-    shared = [
-        row for parts in zip(*ranks, strict=True) for row in chain.from_iterable(zip_longest(*parts)) if row is not None
-    ]
-    assert shared == order[: len(shared)]
-    assert rows - len(shared) < 3
+def _together(ranks: list[list[list[int]]]) -> list[list[int]]:
+    """The batches that ranks make together, padding left out; all have the same shapes."""
+    batches = []
+    for parts in zip(*ranks, strict=True):
+        assert len({len(part) for part in parts}) == 1
+        batches.append([row for row in chain.from_iterable(zip(*parts, strict=True)) if row != NO_ROW])
+    return batches
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 3, 23, 24, 25, 26, 33])
+def test_any_number_of_ranks_takes_the_same_batches(rows: int, ranks: int) -> None:
+    alone = _batches(2, rows=rows)
+    assert _together([_batches(2, rows=rows, rank=rank, ranks=ranks) for rank in range(ranks)]) == alone
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 10])
+def test_validation_rows_keep_their_order_on_any_number_of_ranks(rows: int, ranks: int) -> None:
+    samplers = [OrderedBatchSampler(rows, 4, rank, ranks) for rank in range(ranks)]
+    batches = _together([list(sampler) for sampler in samplers])
+    assert list(chain.from_iterable(batches)) == list(range(rows))
+    assert [len(batch) for batch in batches[:-1]] == [4] * (len(batches) - 1)
+    assert all(len(sampler) == len(batches) for sampler in samplers)
 
 
 def test_bad_arguments() -> None:
@@ -76,6 +90,7 @@ def test_bad_arguments() -> None:
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"rank": 2, "world_size": 2}, "rank must be from 0 to world_size - 1 = 1, got 2"),
+        ({"world_size": 5}, "batch_size must be at least the number of processes, 5, got 4"),
     ):
         arguments = {"rows": 8, "batch_size": 4, "seed": 0, **changes}
         with pytest.raises(ValueError, match=message):

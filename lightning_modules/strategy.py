@@ -1,0 +1,317 @@
+"""`EngramFSDPStrategy`: the same training on one rank or many, with FSDP2 and Engram tables owned by rows.
+
+The order of sharding is in `parallelize.py`, the files of a sharded checkpoint in `sharded_checkpoint.py`. What differs
+from Lightning's ModelParallelStrategy:
+- All ranks are data-parallel. The LightningModule builds a plain model; the strategy shards it, in `setup`.
+- Models are built on the meta device, and initial values are drawn by parameter name, equal on any number of ranks.
+- Gradients are reduced in the last micro-batch of a step only.
+- Checkpoints are published whole. What belongs to another function is refused before anything is overwritten, and
+  parameters that never had a gradient do not stand in the way of resuming.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dsv41.sharding import copy_rows_
+from lightning_modules import sharded_checkpoint
+from lightning_modules.files import begin_folder, publish_folder, remove_whole
+from lightning_modules.optimizer_state import (
+    named_state,
+    numbered_state,
+    parameter_names,
+    require_same_groups,
+    sharded_state,
+)
+from lightning_modules.parallelize import MixedPrecision, ParallelOptions, parallelize
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+# How gloo and NCCL say that another rank is gone.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process", "Timed out waiting")
+
+
+class EngramFSDPStrategy(ModelParallelStrategy):
+    """FSDP2 over all ranks, with the Engram tables as owner DTensors that FSDP2 ignores.
+
+    In YAML: ``strategy: engram_fsdp`` for the defaults, or ``class_path`` and ``init_args``.
+
+    Args:
+        mixed_precision: "bf16" computes in bf16, with what has to stay fp32 in fp32, and needs ``precision: 32-true``;
+            "none" computes in the trainer's precision. See `ParallelOptions` for this and the next three.
+        reshard_after_forward: Free a block's parameters after its forward: less memory, one more gathering in backward.
+        activation_checkpointing: Recompute blocks in backward.
+        cpu_offload: Sharded parameters, their gradients and optimizer state in host memory.
+        tensor_parallel_size: Has to be 1.
+        save_distributed_checkpoint: True writes a folder with one file per rank; False collects everything on rank 0 in
+            one file, for models that fit there.
+        process_group_backend: "gloo", "nccl" or None for the device's own.
+        timeout: Of collectives. It has to cover the longest time that ranks may be apart.
+
+    Raises:
+        ValueError: `mixed_precision` is unknown or `tensor_parallel_size` is not 1.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: MixedPrecision = "none",
+        reshard_after_forward: bool = True,
+        activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size: must be 1, since all ranks are data-parallel, got {tensor_parallel_size}"
+            )
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.options = ParallelOptions(mixed_precision, reshard_after_forward, activation_checkpointing, cpu_offload)
+        self._restored_from: Path | None = None
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup_environment(self) -> None:
+        """Start the process group: all ranks in one data-parallel dimension, one seed."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._tensor_parallel_size = 1
+        super().setup_environment()
+        # Initial values follow from the seed and the parameter's name, so all ranks need the same seed.
+        seed = self.broadcast(torch.initial_seed())
+        if seed != torch.initial_seed():
+            torch.manual_seed(seed)
+
+    def _get_process_group_backend(self) -> str:
+        if self.options.cpu_offload and self.root_device.type == "cuda" and self._process_group_backend is None:
+            return "cpu:gloo,cuda:nccl"  # gradient norms are then reduced on the host
+        return super()._get_process_group_backend()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build on the meta device unless told otherwise."""
+        with super().tensor_init_context(True if empty_init is None else empty_init):
+            yield
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Shard the model, if it is not sharded yet, and set up the optimizer."""
+        if self.options.mixed_precision == "bf16" and trainer.precision != "32-true":
+            raise ValueError(
+                f"trainer.precision: must be '32-true' with the strategy's mixed_precision 'bf16', got "
+                f"{trainer.precision!r}; the strategy casts, and stored parameters stay fp32"
+            )
+        assert self.lightning_module is not None
+        parallelize(self.lightning_module, self.device_mesh["data_parallel"], self.options, self.root_device)
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
+            loop.inference_mode = False  # parameters gathered in inference mode cannot be trained afterwards
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """Move what is not sharded: with `cpu_offload`, sharded parameters have to stay where they are."""
+        assert self.lightning_module is not None
+        if not self.options.cpu_offload:
+            super().model_to_device()
+            return
+        for module in self.lightning_module.modules():
+            if next(module.parameters(), None) is None:
+                module.to(self.root_device)
+                continue
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.root_device))
+
+    # ------------------------------------------------------------------ training
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Add gradients up locally; Lightning asks for it in every micro-batch but the last. Tables always exchange."""
+        assert self.lightning_module is not None
+        units = [module for module in self.lightning_module.children() if isinstance(module, FSDPModule)]
+        for unit in units:
+            unit.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_requires_gradient_sync(True)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say what a lost connection means: the cause is in another rank's output."""
+        if any(sign in str(exception) for sign in _LOST):
+            logger.error(
+                "rank %d: lost the connection to another rank, which has most likely ended; its own message says why. "
+                "Go on from the newest checkpoint with --ckpt_path last",
+                self.global_rank,
+            )
+        super().on_exception(exception)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Restore optimizers in `load_optimizer_state_dict`, when the task has seen the checkpoint."""
+        return True
+
+    def _together(self, work: Callable[[], T], rank_zero: bool = False) -> T | None:
+        """Run `work` on all ranks, or on rank 0 alone; if it fails on one, all raise."""
+        result, failure = None, None
+        if not rank_zero or self.global_rank == 0:
+            try:
+                result = work()
+            except Exception as error:
+                failure = error
+        failures: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(failures, None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        elsewhere = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+        if elsewhere:
+            raise RuntimeError("; ".join(elsewhere))
+        return result
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's tensors: sharded, or, for a single file, whole on rank 0 and nothing elsewhere."""
+        assert self.lightning_module is not None
+        state: dict[str, Any] = self.lightning_module.state_dict()
+        return state if self._save_distributed_checkpoint else self._whole(state)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State by parameter name, sharded; for a single file as torch has it, whole on rank 0 and nothing elsewhere."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        assert self.lightning_module is not None
+        named = named_state(self.lightning_module, optimizer)
+        if self._save_distributed_checkpoint:
+            return named
+        named["state"] = {name: self._whole(entries) for name, entries in named["state"].items()}
+        return numbered_state(named) if self.global_rank == 0 else {}
+
+    def _whole(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Collect one tensor after the other; only rank 0 keeps them, in host memory."""
+        kept = {}
+        for name, value in tensors.items():
+            whole = value.detach().full_tensor() if isinstance(value, DTensor) else value
+            if self.global_rank == 0:
+                kept[name] = whole.cpu() if isinstance(whole, Tensor) else whole
+        return kept
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint that appears complete or not at all; if a rank fails, all raise.
+
+        Raises:
+            TypeError: `storage_options` is given.
+            OSError: A rank could not write; an older checkpoint of that name is untouched.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options: not supported by EngramFSDPStrategy")
+        path = Path(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint:
+            self._together(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path), rank_zero=True)
+            return
+        tensors, meta = sharded_checkpoint.split_tensors(checkpoint)
+        partial = Path(self.broadcast(self._together(lambda: begin_folder(path), rank_zero=True)))
+        try:
+            sharded_checkpoint.write_tensors(partial, tensors)
+
+            def finish() -> None:
+                sharded_checkpoint.write_meta(partial, meta)
+                publish_folder(partial, path, {"global_step": meta.get("global_step"), "ranks": self.world_size})
+
+            self._together(finish, rank_zero=True)
+        except Exception:
+            if self.global_rank == 0:
+                remove_whole(partial)
+            raise
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Open a folder or a file; tensors of a folder are read later, when the task has agreed to what it says.
+
+        Raises:
+            ValueError: The folder is not complete.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        self._restored_from = path
+
+        def read() -> dict[str, Any]:
+            if path.is_dir():
+                return sharded_checkpoint.read_meta(path)
+            loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return loaded
+
+        checkpoint = self._together(read)
+        assert checkpoint is not None
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read each rank's part of the model.
+
+        Raises:
+            ValueError: The tensors are not the model's; nothing has been overwritten.
+        """
+        assert self.lightning_module is not None
+        assert self._restored_from is not None
+        path, own = self._restored_from, self.lightning_module.state_dict()
+        if path.is_dir():
+            sharded_checkpoint.read_model(path, own, strict)
+            return
+        whole = checkpoint["state_dict"]
+        sharded_checkpoint.require_same_tensors(path, {name: tuple(t.shape) for name, t in whole.items()}, own, strict)
+        for name, tensor in own.items():
+            if name in whole:
+                copy_rows_(tensor, whole[name])
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read each rank's part of the optimizers' state.
+
+        Raises:
+            ValueError: The optimizer has other parameters.
+        """
+        assert self.lightning_module is not None
+        assert self._restored_from is not None
+        for index, optimizer in enumerate(self.optimizers):
+            stored = checkpoint["optimizer_states"][index]
+            if self._restored_from.is_dir():
+                require_same_groups(self.lightning_module, optimizer, stored)
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                names = parameter_names(self.lightning_module, optimizer)
+                named = sharded_checkpoint.read_optimizer(
+                    self._restored_from, index, dict(zip(names, parameters, strict=True)), stored
+                )
+                optimizer.load_state_dict(numbered_state(named))
+            else:
+                optimizer.load_state_dict(sharded_state(optimizer, stored))
+
+
+StrategyRegistry.register(
+    "engram_fsdp", EngramFSDPStrategy, description="FSDP2 over all ranks, Engram tables owned by rows"
+)
