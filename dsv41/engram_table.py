@@ -1,7 +1,7 @@
 """The Engram table: rows that hash ids point at, held whole or split over ranks.
 
-With a process group of W ranks, rank r owns the rows of DTensor's own uneven ``Shard(0)`` layout (see `sharding.py`): no
-padding rows exist, and no rank ever holds the whole table. A lookup is an exchange:
+With a process group of W ranks, rank r owns the rows of DTensor's own uneven ``Shard(0)`` layout (see `sharding.py`):
+no padding rows exist, and no rank ever holds the whole table. A lookup is an exchange:
 
     ids -> sorted distinct ids (so they are grouped by owner) --all-to-all--> owners
     owners read their rows                                     --all-to-all--> rows -> back into the order of the ids
@@ -82,7 +82,9 @@ class EngramTable(nn.Module):
     def _set_owners(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
-        self.owned = owned_rows(self.rows, self.world_size, 0 if process_group is None else dist.get_rank(process_group))
+        self.owned = owned_rows(
+            self.rows, self.world_size, 0 if process_group is None else dist.get_rank(process_group)
+        )
 
     def init_weights(self, draws: NamedDraws) -> None:
         """Draw the rows, in blocks; each row gets the same value whoever owns it."""

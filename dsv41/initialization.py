@@ -3,10 +3,10 @@
 Each parameter is drawn from a generator of its own, seeded by the run's seed and the parameter's full name. So two
 models that share a parameter share its initial value (whatever else an ablation adds or removes), a model built on
 the meta device equals one built directly, and the order of construction does not matter. Draws are made in fp32 and
-cast afterwards, so that a bf16 model starts from the rounded fp32 one. Sharded parameters start from the same numbers on
-any number of ranks, without communication: each rank draws a parameter whole and keeps its rows. Tables and stacked
-experts are drawn in pieces (blocks of rows, single experts), each with its own generator, so that a rank draws just those
-that it holds.
+cast afterwards, so that a bf16 model starts from the rounded fp32 one. Sharded parameters start from the same numbers
+on any number of ranks, without communication: each rank draws a parameter whole and keeps its rows. Tables and stacked
+experts are drawn in pieces (blocks of rows, single experts), each with its own generator, so that a rank draws just
+those that it holds.
 """
 
 from __future__ import annotations

@@ -30,13 +30,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if storage_options is not None:
             raise TypeError("storage_options: not supported by AtomicCheckpointIO")
-        path = Path(path)
-        with written_whole(path) as partial:
-            # An open file, not its path, which torch would write into the archive.
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-            if path.is_dir():
-                remove_whole(path)  # a sharded one, whose name no file can take
+        # An open file, not its path, which torch would write into the archive.
+        with written_whole(Path(path)) as partial, partial.open("wb") as file:
+            torch.save(checkpoint, file)
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a file, or assemble a sharded checkpoint in memory."""

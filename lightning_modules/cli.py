@@ -40,7 +40,6 @@ from lightning_modules.callbacks import (
 from lightning_modules.callbacks.checkpoint import find_checkpoint, run_number
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
-from lightning_modules.strategy import EngramFSDPStrategy
 from lightning_modules.task import DeepseekV41Task
 
 # A text configuration is a group of options, not a class to choose.

@@ -1,13 +1,14 @@
 """Files and folders that appear whole or not at all.
 
 What is being written has another name in the same directory, ``NAME.<32 hex digits>.partial``, and gets its own when it
-is complete. A folder says so itself: its marker, written last, lists its files with their sizes. What is being deleted is
-renamed first (``.deleted``), so that half of it is never mistaken for the whole.
+is complete. A folder says so itself: its marker, written last, lists its files with their sizes. What is being deleted
+is renamed first (``.deleted``), so that half of it is never mistaken for the whole.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+logger = logging.getLogger(__name__)
 
 MARKER = "complete.json"
 _LEFTOVER = re.compile(r"^(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>partial|replaced|deleted)$")
@@ -26,7 +29,7 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Put a file, or the names in a directory, on the disk: or a power cut could leave a new name with nothing in it."""
+    """Put a file, or a directory's names, on the disk: or a power cut could leave a new name with nothing in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,10 +56,31 @@ def written_whole(path: Path) -> Iterator[Path]:
     try:
         yield partial
         _flush(partial)
-        os.replace(partial, path)
+        _take_name(partial, path)
     finally:
         with suppress(FileNotFoundError):
             partial.unlink()
+
+
+def _take_name(partial: Path, path: Path) -> None:
+    """Give `partial` its name, in place of whatever has it.
+
+    A file takes a file's place in one step. Where a folder is involved, a kill between the two renames leaves no
+    `path`, but something whole that waits for the name: see `settle`.
+    """
+    if not path.is_dir() and not (partial.is_dir() and path.exists()):
+        os.replace(partial, path)
+        _flush(path.parent)
+        return
+    replaced = _beside(path, "replaced")
+    path.rename(replaced)
+    try:
+        partial.rename(path)
+    except OSError:
+        replaced.rename(path)
+        raise
+    _flush(path.parent)
+    discard(replaced)
 
 
 def begin_folder(path: Path) -> Path:
@@ -70,8 +94,6 @@ def begin_folder(path: Path) -> Path:
 def publish_folder(partial: Path, path: Path, about: dict[str, Any]) -> None:
     """Mark a folder as complete and give it its name, in place of whatever has it.
 
-    A kill between the two renames of a replacement leaves no `path`, but a complete folder, which `settle` finds.
-
     Args:
         partial: From `begin_folder`, its files written and flushed.
         path: Its name.
@@ -82,15 +104,7 @@ def publish_folder(partial: Path, path: Path, about: dict[str, Any]) -> None:
     marker.write_text(json.dumps(about | {"files": sizes}, indent=1))
     _flush(marker)
     _flush(partial)
-    if path.exists():
-        replaced = _beside(path, "replaced")
-        path.rename(replaced)
-        partial.rename(path)
-        _flush(path.parent)
-        remove_whole(replaced)
-    else:
-        partial.rename(path)
-        _flush(path.parent)
+    _take_name(partial, path)
 
 
 def is_complete(path: Path) -> bool:
@@ -114,30 +128,47 @@ def remove_whole(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def settle(directory: Path, clear: bool = False) -> list[str]:
-    """Give complete folders the name that a kill during their publication kept from them.
+def discard(path: Path) -> None:
+    """`remove_whole`, where failing to delete what nobody needs any more is no reason to end a run."""
+    try:
+        remove_whole(path)
+    except OSError as error:
+        logger.warning("could not delete %s: %s", path, error)
 
-    Args:
-        directory: Where checkpoints are kept.
-        clear: Also delete what killed saves and deletions left. Only for the one process that writes here.
+
+def _waits_for_its_name(path: Path, kind: str) -> bool:
+    # What has been replaced was whole; of what was being written, only a folder can say so.
+    return (kind == "replaced" or (kind == "partial" and path.is_dir())) and is_complete(path)
+
+
+def whole_names(directory: Path) -> dict[str, Path]:
+    """What is complete in a directory, by name. Renames nothing, so that it may be asked while a run writes there.
 
     Returns:
-        Names of the incomplete leftovers, deleted or not.
+        Paths by name; where a kill during publication left nothing under the name, the newest that waits for it.
     """
-    left = []
-    # "partial" before "replaced": the newer of two complete folders that wait for the same name.
+    found: dict[str, Path] = {}
+    for path in directory.glob("*"):
+        if _LEFTOVER.match(path.name) is None and is_complete(path):
+            found[path.name] = path
+    # "partial" before "replaced": the newer of two that wait for the same name.
     for path in sorted(directory.glob("*.*"), key=lambda path: path.suffix):
         match = _LEFTOVER.match(path.name)
-        if match is None:
-            continue
-        target = directory / match["name"]
-        # What has been replaced was whole; of what was being written, only a folder can say so.
-        waits = match["kind"] == "replaced" or (match["kind"] == "partial" and path.is_dir())
-        if waits and not target.exists() and is_complete(path):
-            with suppress(OSError):  # another process has just done it
-                path.rename(target)
-            continue
-        left.append(path.name)
-        if clear:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    return left
+        if match and not (directory / match["name"]).exists() and _waits_for_its_name(path, match["kind"]):
+            found.setdefault(match["name"], path)
+    return found
+
+
+def settle(directory: Path) -> list[str]:
+    """Tidy a directory after kills: what is complete gets its name, the rest goes. Only for the one that writes there.
+
+    Returns:
+        Names of what was deleted.
+    """
+    for name, path in whole_names(directory).items():
+        if path.name != name:
+            path.rename(directory / name)
+    left = [path for path in directory.glob("*.*") if _LEFTOVER.match(path.name)]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    return [path.name for path in left]

@@ -143,6 +143,15 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def scale_gradients_(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients by a scalar; they may be on different devices, when some are offloaded."""
+    devices: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        devices.setdefault(gradient.device, []).append(gradient)
+    for device, members in devices.items():
+        torch._foreach_mul_(members, factor.to(device))
+
+
 def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig, trainer_steps: float) -> LambdaLR:
     """Schedule per optimizer step.
 

@@ -55,7 +55,9 @@ def require_same_groups(module: nn.Module, optimizer: Optimizer, named: State) -
                 f"({', '.join(different[:5])}); were some frozen or freed since?"
             )
     if len(here) != len(there):
-        raise ValueError(f"ckpt_path: {len(there)} groups of parameters in the checkpoint's optimizer, {len(here)} here")
+        raise ValueError(
+            f"ckpt_path: {len(there)} groups of parameters in the checkpoint's optimizer, {len(here)} here"
+        )
 
 
 def sharded_like(parameter: Tensor, whole: Tensor) -> Tensor:

@@ -13,7 +13,8 @@
 
    The small fp32 units keep their gathered parameters until backward. With ``mixed_precision: none`` every unit has the
    parameters' own dtype. Inputs and outputs of units are never cast, so the carried mixing coefficients stay fp32.
-4. Materialisation of what is on the meta device, and initial values by name: no rank ever draws or holds more of a table
+4. Materialisation of what is on the meta device, and initial values by name: no rank ever draws or holds more of a
+table
    than its rows.
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -32,10 +34,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dsv41.attention import DeepseekV41Attention
+from dsv41.engram_table import EngramTable
 from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block, DeepseekV41ForCausalLM
 
 MixedPrecision = Literal["bf16", "none"]
+
+
+# What has been sharded, and how: it cannot be done twice, and not be changed.
+_SHARDED: WeakKeyDictionary[nn.Module, ParallelOptions] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,9 @@ class ParallelOptions:
     """What can be chosen about sharding.
 
     Args:
-        mixed_precision: "bf16" gathers parameters and computes in bf16, with gradients reduced in fp32; what has to stay
-            fp32 does (see the top of this file), and so do stored parameters, tables and optimizer state. "none" computes
-            in the parameters' dtype.
+        mixed_precision: "bf16" gathers parameters and computes in bf16, with gradients reduced in fp32; what has to
+            stay fp32 does (see the top of this file), and so do stored parameters, tables and optimizer state. "none"
+            computes in the parameters' dtype.
         reshard_after_forward: Free a block's gathered parameters after its forward and gather them again in backward.
         activation_checkpointing: Keep only the inputs of blocks and recompute the rest in backward.
         cpu_offload: Keep sharded parameters, their gradients and optimizer state in host memory, and step there. Tables
@@ -84,31 +91,42 @@ def parallelize(parent: nn.Module, mesh: DeviceMesh, options: ParallelOptions, d
     """
     # Outputs of units are views here and there; nothing in the model writes into one, which is what torch warns about.
     warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
-    fresh = {name: child for name, child in parent.named_children() if _has_parameters(child) and not _is_sharded(child)}
+    reshard(parent)
+    fresh = {}
+    for name, child in parent.named_children():
+        if _has_parameters(child):
+            if (earlier := _SHARDED.get(child, options)) != options:
+                raise ValueError(f"{name}: has been sharded with {earlier}, which cannot be changed to {options}")
+            if child not in _SHARDED:
+                fresh[name] = child
     for name, child in fresh.items():
         _require_drawable(name, child)
         if isinstance(child, DeepseekV41ForCausalLM):
             _shard_model(child, mesh, options)
         else:
             fully_shard(child, mesh=mesh, offload_policy=_offload(options, mesh))
+        _SHARDED[child] = options
     require_sharded(parent, mesh)
     for child in fresh.values():
-        materialise(child, torch.device("cpu") if options.cpu_offload else device)
+        materialise(child, device, torch.device("cpu") if options.cpu_offload else device)
+
+
+def reshard(parent: nn.Module) -> None:
+    """Put every parameter back into its sharded form: after a forward without a backward, some are still gathered."""
+    for module in parent.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(part, FSDPModule) for part in module.modules())
-
-
 def _require_drawable(name: str, child: nn.Module) -> None:
     if not isinstance(child, DeepseekV41ForCausalLM) and any(_on_meta(part) for part in child.modules()):
         raise ValueError(
-            f"{name}: is on the meta device, where only DeepseekV41ForCausalLM knows its initial values; build it under "
-            "torch.device('cpu')"
+            f"{name}: is on the meta device, where only DeepseekV41ForCausalLM knows its initial values; build it "
+            "under torch.device('cpu')"
         )
 
 
@@ -161,8 +179,8 @@ def require_sharded(parent: nn.Module, mesh: DeviceMesh) -> None:
     if wrong:
         listed = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise ValueError(
-            f"trainable parameters that are sharded by nobody, so that ranks would drift apart: {listed}; put them into "
-            "a child module of the LightningModule before setup, or freeze them"
+            f"trainable parameters that are sharded by nobody, so that ranks would drift apart: {listed}; put them "
+            "into a child module of the LightningModule before setup, or freeze them"
         )
 
 
@@ -170,12 +188,18 @@ def _on_meta(module: nn.Module) -> bool:
     return any(t.is_meta for t in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give memory to what is on the meta device, and its initial values; everything else keeps its values."""
+def materialise(model: nn.Module, device: torch.device, sharded: torch.device) -> None:
+    """Give memory to what is on the meta device, and its initial values; everything else keeps its values.
+
+    Args:
+        model: Sharded.
+        device: Where tables go, and buffers in the end.
+        sharded: Where sharded parameters go: the host with `cpu_offload`.
+    """
     missing = [module for module in model.modules() if _on_meta(module)]
     for module in missing:
         # Not on the root: that would also wipe what has its values already.
-        module.to_empty(device=device, recurse=False)
+        module.to_empty(device=device if isinstance(module, EngramTable) else sharded, recurse=False)
     if missing:
         assert isinstance(model, DeepseekV41ForCausalLM)  # others were refused
         model.initialize_weights(dtype=None)

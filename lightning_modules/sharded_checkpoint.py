@@ -7,13 +7,14 @@
       complete.json                     written last: sizes of the files above (see `files.py`)
 
 The folder has to be on storage that all ranks see. Tensors are named ``state_dict.NAME`` and
-``optimizer_I.state.NAME.KEY``, so they are found again whatever the number of ranks. A parameter without optimizer state
-(it never had a gradient) is without one after loading.
+``optimizer_I.state.NAME.KEY``, so they are found again whatever the number of ranks. A parameter without optimizer
+state (it never had a gradient) is without one after loading.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ def split_tensors(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     """Divide a Lightning checkpoint, with optimizer states by name, into tensors and plain values.
 
     Returns:
-        Nested dictionary of tensors; and the checkpoint without ``state_dict``, with optimizer states reduced to what is
-        not a tensor.
+        Nested dictionary of tensors; and the checkpoint without ``state_dict``, with optimizer states reduced to what
+        is not a tensor.
     """
     meta = dict(checkpoint)
     tensors: dict[str, Any] = {"state_dict": meta.pop("state_dict")}
@@ -117,10 +118,12 @@ def _some(names: Iterable[str]) -> str:
 def require_same_tensors(
     path: Path, stored: dict[str, tuple[int, ...]], state_dict: dict[str, Tensor], strict: bool
 ) -> None:
-    """Raise ValueError unless the shapes in a checkpoint are those of `state_dict`; `strict` also compares the names."""
+    """Raise ValueError unless the shapes in a checkpoint are those of `state_dict`; `strict` also compares names."""
     own = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     problems = [
-        f"{name} is {stored[name]} there, {shape} here" for name, shape in own.items() if stored.get(name, shape) != shape
+        f"{name} is {stored[name]} there, {shape} here"
+        for name, shape in own.items()
+        if stored.get(name, shape) != shape
     ]
     if strict:
         if missing := own.keys() - stored.keys():
@@ -131,21 +134,17 @@ def require_same_tensors(
         raise ValueError(f"ckpt_path: the tensors of {path} are not the model's: " + "; ".join(problems[:6]))
 
 
-def read_model(folder: Path, state_dict: dict[str, Tensor], strict: bool = True) -> None:
-    """Read the model's tensors into the memory of `state_dict`. Called by all ranks.
+def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the model's tensors."""
+    return {path[1]: tuple(entry.size) for path, entry in _stored(folder).items() if path[0] == "state_dict"}
 
-    Raises:
-        ValueError: With `strict`, a tensor is missing, unexpected or of another shape; nothing has been overwritten.
-    """
-    stored = {path[1]: tuple(entry.size) for path, entry in _stored(folder).items() if path[0] == "state_dict"}
-    require_same_tensors(folder, stored, state_dict, strict)
-    targets = {name: tensor for name, tensor in state_dict.items() if name in stored}
+
+def read_model(folder: Path, targets: dict[str, Tensor]) -> None:
+    """Read tensors of the model into the memory of `targets`, whose names and shapes agree. Called by all ranks."""
     dcp.load({"state_dict": targets}, storage_reader=dcp.FileSystemReader(folder))
 
 
-def read_optimizer(
-    folder: Path, index: int, parameters: dict[str, Tensor], plain: dict[str, Any]
-) -> dict[str, Any]:
+def read_optimizer(folder: Path, index: int, parameters: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Any]:
     """Read the state of an optimizer. Called by all ranks.
 
     Args:
@@ -190,7 +189,9 @@ def read_whole(folder: Path) -> dict[str, Any]:
         for key in path[:-1]:
             place = place.setdefault(key, {})
         place[path[-1]] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")  # it is
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     checkpoint["state_dict"] = tensors["state_dict"]
     optimizers = []
     for index, plain in enumerate(checkpoint.get("optimizer_states", [])):

@@ -12,6 +12,10 @@ from Lightning's ModelParallelStrategy:
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +27,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -31,7 +36,7 @@ from torch.optim import Optimizer
 
 from dsv41.sharding import copy_rows_
 from lightning_modules import sharded_checkpoint
-from lightning_modules.files import begin_folder, publish_folder, remove_whole
+from lightning_modules.files import begin_folder, discard, publish_folder
 from lightning_modules.optimizer_state import (
     named_state,
     numbered_state,
@@ -39,7 +44,7 @@ from lightning_modules.optimizer_state import (
     require_same_groups,
     sharded_state,
 )
-from lightning_modules.parallelize import MixedPrecision, ParallelOptions, parallelize
+from lightning_modules.parallelize import MixedPrecision, ParallelOptions, parallelize, reshard
 
 T = TypeVar("T")
 
@@ -47,6 +52,32 @@ logger = logging.getLogger(__name__)
 
 # How gloo and NCCL say that another rank is gone.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process", "Timed out waiting")
+
+
+# Seconds between looks at the parent, and from its death to the end of the child, in which an error may still be said.
+_WATCH, _GRACE = 2.0, 20.0
+
+
+class OtherRankError(ValueError):
+    """Raised on the ranks that did not fail themselves, so that all stop alike."""
+
+
+def _end_with_parent(rank: int) -> None:
+    """End this process some seconds after the one that launched it.
+
+    Lightning's launcher, in rank 0, ends all ranks when one of the others dies, but nobody looks after rank 0: over
+    NCCL its children would wait for it in a collective until that times out.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH)
+        time.sleep(_GRACE)
+        print(f"rank {rank}: rank 0 has ended; its own message says why", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
 class EngramFSDPStrategy(ModelParallelStrategy):
@@ -101,14 +132,20 @@ class EngramFSDPStrategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
+        if isinstance(self.cluster_environment, LightningEnvironment) and self.local_rank > 0:
+            _end_with_parent(self.global_rank)
         # Initial values follow from the seed and the parameter's name, so all ranks need the same seed.
         seed = self.broadcast(torch.initial_seed())
         if seed != torch.initial_seed():
             torch.manual_seed(seed)
 
     def _get_process_group_backend(self) -> str:
-        if self.options.cpu_offload and self.root_device.type == "cuda" and self._process_group_backend is None:
-            return "cpu:gloo,cuda:nccl"  # gradient norms are then reduced on the host
+        if self.options.cpu_offload and self.root_device.type == "cuda":
+            # Gradient norms are then reduced on the host.
+            backend = self._process_group_backend or "cpu:gloo,cuda:nccl"
+            if "gloo" not in backend:
+                raise ValueError(f"process_group_backend: needs gloo for the host with cpu_offload, got {backend!r}")
+            return backend
         return super()._get_process_group_backend()
 
     @contextmanager
@@ -163,6 +200,22 @@ class EngramFSDPStrategy(ModelParallelStrategy):
             for unit in units:
                 unit.set_requires_gradient_sync(True)
 
+    def _reshard(self) -> None:
+        assert self.lightning_module is not None
+        reshard(self.lightning_module)
+
+    def on_validation_end(self) -> None:
+        """Free gathered parameters, so that whoever asks for parameters now gets the sharded ones."""
+        self._reshard()
+
+    def on_test_end(self) -> None:
+        """Like `on_validation_end`."""
+        self._reshard()
+
+    def on_predict_end(self) -> None:
+        """Like `on_validation_end`."""
+        self._reshard()
+
     def on_exception(self, exception: BaseException) -> None:
         """Say what a lost connection means: the cause is in another rank's output."""
         if any(sign in str(exception) for sign in _LOST):
@@ -194,7 +247,7 @@ class EngramFSDPStrategy(ModelParallelStrategy):
             raise failure
         elsewhere = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
         if elsewhere:
-            raise RuntimeError("; ".join(elsewhere))
+            raise OtherRankError("; ".join(elsewhere))
         return result
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -204,10 +257,11 @@ class EngramFSDPStrategy(ModelParallelStrategy):
         return state if self._save_distributed_checkpoint else self._whole(state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State by parameter name, sharded; for a single file as torch has it, whole on rank 0 and nothing elsewhere."""
+        """State by parameter name, sharded; for a single file torch's own, whole on rank 0 and nothing elsewhere."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         assert self.lightning_module is not None
+        self._reshard()  # or parameters would not be those that the optimizer knows
         named = named_state(self.lightning_module, optimizer)
         if self._save_distributed_checkpoint:
             return named
@@ -218,7 +272,7 @@ class EngramFSDPStrategy(ModelParallelStrategy):
         """Collect one tensor after the other; only rank 0 keeps them, in host memory."""
         kept = {}
         for name, value in tensors.items():
-            whole = value.detach().full_tensor() if isinstance(value, DTensor) else value
+            whole = value.full_tensor().detach() if isinstance(value, DTensor) else value
             if self.global_rank == 0:
                 kept[name] = whole.cpu() if isinstance(whole, Tensor) else whole
         return kept
@@ -239,7 +293,7 @@ class EngramFSDPStrategy(ModelParallelStrategy):
             self._together(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path), rank_zero=True)
             return
         tensors, meta = sharded_checkpoint.split_tensors(checkpoint)
-        partial = Path(self.broadcast(self._together(lambda: begin_folder(path), rank_zero=True)))
+        partial = Path(self.broadcast(str(self._together(lambda: begin_folder(path), rank_zero=True))))
         try:
             sharded_checkpoint.write_tensors(partial, tensors)
 
@@ -250,11 +304,14 @@ class EngramFSDPStrategy(ModelParallelStrategy):
             self._together(finish, rank_zero=True)
         except Exception:
             if self.global_rank == 0:
-                remove_whole(partial)
+                discard(partial)
             raise
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a folder or a file; tensors of a folder are read later, when the task has agreed to what it says.
+
+        Only plain values and tensors are read, whatever `weights_only` says: checkpoints of this project hold no
+        others.
 
         Raises:
             ValueError: The folder is not complete.
@@ -282,13 +339,17 @@ class EngramFSDPStrategy(ModelParallelStrategy):
         assert self._restored_from is not None
         path, own = self._restored_from, self.lightning_module.state_dict()
         if path.is_dir():
-            sharded_checkpoint.read_model(path, own, strict)
+            stored = self._together(lambda: sharded_checkpoint.model_shapes(path))
+        else:
+            stored = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
+        assert stored is not None
+        sharded_checkpoint.require_same_tensors(path, stored, own, strict)
+        targets = {name: tensor for name, tensor in own.items() if name in stored}
+        if path.is_dir():
+            sharded_checkpoint.read_model(path, targets)
             return
-        whole = checkpoint["state_dict"]
-        sharded_checkpoint.require_same_tensors(path, {name: tuple(t.shape) for name, t in whole.items()}, own, strict)
-        for name, tensor in own.items():
-            if name in whole:
-                copy_rows_(tensor, whole[name])
+        for name, tensor in targets.items():
+            copy_rows_(tensor, checkpoint["state_dict"][name])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read each rank's part of the optimizers' state.
@@ -298,6 +359,7 @@ class EngramFSDPStrategy(ModelParallelStrategy):
         """
         assert self.lightning_module is not None
         assert self._restored_from is not None
+        self._reshard()
         for index, optimizer in enumerate(self.optimizers):
             stored = checkpoint["optimizer_states"][index]
             if self._restored_from.is_dir():

@@ -1,8 +1,8 @@
 """The LightningModule: language-model training, validation and test.
 
 Every predicted token has the same weight, in the loss, in the gradient and in the metrics: rows with fewer live labels
-weigh less, and so do micro-batches in gradient accumulation and ranks. The model is built in `configure_model` and sharded
-by the strategy; sums over ranks are the strategy's `reduce`, which on one device returns what it is given.
+weigh less, and so do micro-batches in gradient accumulation and ranks. The model is built in `configure_model` and
+sharded by the strategy; sums over ranks are the strategy's `reduce`, which on one device returns what it is given.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lightning_modules.optim import (
     build_schedule,
     gradient_norm,
     group_settings,
+    scale_gradients_,
 )
 from lightning_modules.strategy import EngramFSDPStrategy
 
@@ -176,8 +177,8 @@ class DeepseekV41Task(L.LightningModule):
         the gradient of the mean over all predicted tokens of the step.
 
         The number of tokens in later micro-batches is not known yet, so each summed loss is divided by that of the
-        first one; and multiplied by the number of micro-batches, because Lightning divides by it. Gradients are averaged
-        over ranks, so it is divided by the tokens per rank.
+        first one; and multiplied by the number of micro-batches, because Lightning divides by it. Gradients are
+        averaged over ranks, so it is divided by the tokens per rank.
         """
         nats, tokens = self._summed_loss(batch)
         require_finite_loss(nats, self.built, self.trainer.global_step + 1)
@@ -210,7 +211,7 @@ class DeepseekV41Task(L.LightningModule):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.trainer.accumulate_grad_batches > 1:
             factor = step.reference * self.trainer.world_size / live
-            torch._foreach_mul_(gradients, factor.to(step.reference.dtype))
+            scale_gradients_(gradients, factor.to(step.reference.dtype))
         norm = gradient_norm(gradients)
         require_finite_gradients(norm, self.built, self.trainer.global_step + 1)
         self.tokens_seen += int(tokens)

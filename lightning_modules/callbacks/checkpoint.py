@@ -10,7 +10,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_modules.files import is_complete, settle
+from lightning_modules.files import discard, settle, whole_names
 
 BEST_NAME = "best"
 _STEP_FILE = re.compile(r"^step-(\d+)\.ckpt$")
@@ -20,10 +20,11 @@ _RUN_FOLDER = re.compile(r"^version_(\d+)$")
 class LatestCheckpoint(ModelCheckpoint):
     """Saves every `every_n_steps` optimizer steps and at the end as ``step-00000100.ckpt``; the newest ones are kept.
 
-    It is a file, or under `EngramFSDPStrategy` a folder with a file per rank. An older one goes only after the newer one
-    is complete, so a kill at any time leaves one to resume from; what a killed save has left goes when the run that
-    writes there is continued. Nothing is saved inside a gradient accumulation: the gradients of its first part are in no checkpoint. Where a validation
-    is due after the same step, the file is written when it is done, so that a resumed run does not skip it.
+    It is a file, or under `EngramFSDPStrategy` a folder with a file per rank. An older one goes only after the newer
+    one is complete, so a kill at any time leaves one to resume from; what a killed save has left goes when the run that
+    writes there is continued. Nothing is saved inside a gradient accumulation: the gradients of its first part are in
+    no checkpoint. Where a validation is due after the same step, the file is written when it is done, so that a resumed
+    run does not skip it.
 
     Args:
         every_n_steps: Optimizer steps between saves, at least 1.
@@ -51,7 +52,7 @@ class LatestCheckpoint(ModelCheckpoint):
         """Clear what killed saves of an earlier run have left."""
         folder = Path(self.dirpath) if self.dirpath else None
         if trainer.is_global_zero and folder is not None and folder.is_dir():
-            left = settle(folder, clear=True)
+            left = settle(folder)
             if left:
                 rank_zero_info(f"removed what unfinished saves had left in {folder}: {', '.join(left)}")
 
@@ -89,7 +90,7 @@ class LatestCheckpoint(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
         if self.keep != -1 and trainer.is_global_zero:
             for old in steps_in(Path(filepath).parent)[: -self.keep]:
-                trainer.strategy.remove_checkpoint(old)
+                discard(old)
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -118,11 +119,7 @@ def _validation_follows(trainer: L.Trainer) -> bool:
 
 def steps_in(folder: Path) -> list[Path]:
     """Complete checkpoints of `LatestCheckpoint` in `folder`, oldest step first."""
-    found = [
-        (int(match[1]), path)
-        for path in folder.glob("*.ckpt")
-        if (match := _STEP_FILE.match(path.name)) and is_complete(path)
-    ]
+    found = [(int(match[1]), path) for name, path in whole_names(folder).items() if (match := _STEP_FILE.match(name))]
     return [path for _, path in sorted(found)]
 
 
@@ -139,7 +136,7 @@ def find_checkpoint(runs: Path, name: str) -> Path | None:
         runs: Directory with ``version_0``, ``version_1``, ...
         name: "last" is the newest step of the newest run that has any checkpoint; "best" is its best one.
 
-    Checkpoints that are not complete do not count. One that is, but did not get its name before a kill, gets it.
+    Checkpoints that are not complete do not count; one that is, but did not get its name before a kill, does.
 
     Returns:
         The file or folder, or None.
@@ -147,10 +144,8 @@ def find_checkpoint(runs: Path, name: str) -> Path | None:
     numbered = [(number, path) for path in runs.glob("*") if (number := run_number(path)) is not None]
     for _, run in sorted(numbered, reverse=True):
         folder = run / "checkpoints"
-        settle(folder)
         if name == BEST_NAME:
-            best = folder / f"{BEST_NAME}.ckpt"
-            if is_complete(best):
+            if best := whole_names(folder).get(f"{BEST_NAME}.ckpt"):
                 return best
         elif steps := steps_in(folder):
             return steps[-1]

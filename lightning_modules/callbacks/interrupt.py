@@ -1,4 +1,4 @@
-"""Ctrl-C ends the run at the next optimizer step instead of throwing its work away."""
+"""Ctrl-C, or a scheduler's SIGTERM, ends the run at the next optimizer step instead of throwing its work away."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class GracefulInterrupt(Callback):
-    """The first Ctrl-C finishes the current optimizer step, then the run ends as usual, with a checkpoint to resume
-    from. A second one stops at once.
+    """The first Ctrl-C or SIGTERM, on any rank, finishes the current optimizer step, then the run ends as usual, with a
+    checkpoint to resume from. A second one stops at once.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.requested = False
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over SIGINT."""
+        """Take over both signals."""
+        self.requested = False
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._previous = signal.signal(signal.SIGINT, self._request)
+            self._previous = {number: signal.signal(number, self._request) for number in SIGNALS}
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        signal.signal(signal.SIGINT, self._previous)
+        self._restore()
         rank_zero_info("interrupted: stopping after this optimizer step; press Ctrl-C again to stop at once")
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -41,14 +44,14 @@ class GracefulInterrupt(Callback):
             trainer.should_stop = True
 
     def _restore(self) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give SIGINT back."""
+        """Give the signals back."""
         self._restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Give SIGINT back."""
+        """Give the signals back."""
         self._restore()

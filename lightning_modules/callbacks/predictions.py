@@ -17,7 +17,8 @@ from lightning_modules.data.rows import NO_ROW
 class PredictionFile(BasePredictionWriter):
     """Writes what ``predict_step`` returned for all rows to ``predictions.pt`` in the run's log directory.
 
-    The file holds a dict of tensors, all rows in their order, whatever the number of ranks; open it with ``torch.load(..., weights_only=True)``.
+    The file holds a dict of tensors, all rows in their order, whatever the number of ranks; open it with
+    ``torch.load(..., weights_only=True)``.
     """
 
     def __init__(self) -> None:
@@ -28,15 +29,19 @@ class PredictionFile(BasePredictionWriter):
     ) -> None:
         """Write the file and print where it is."""
         path = Path(trainer.log_dir or ".") / "predictions.pt"
-        whole = {name: torch.cat([batch[name] for batch in predictions]) for name in predictions[0]}
-        if trainer.world_size > 1:
-            # One column per rank, [rows, ranks]: flattened, the rows are in their order again.
-            whole = {
-                name: trainer.strategy.all_gather(part.to(trainer.strategy.root_device)).cpu().transpose(0, 1).flatten(0, 1)
-                for name, part in whole.items()
-            }
+        whole = {
+            name: torch.cat([_of_all_ranks(trainer, batch[name]) for batch in predictions]) for name in predictions[0]
+        }
         real = whole["row_id"] != NO_ROW
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save({name: part[real] for name, part in whole.items()}, path)
             rank_zero_info(f"predictions: {path}")
+
+
+def _of_all_ranks(trainer: L.Trainer, rows: torch.Tensor) -> torch.Tensor:
+    """A batch's rows in their order, from the parts [B, ...] of the ranks: rank r has every W-th from the r-th."""
+    if trainer.world_size == 1:
+        return rows
+    parts = trainer.strategy.all_gather(rows.to(trainer.strategy.root_device))
+    return parts.cpu().transpose(0, 1).flatten(0, 1)

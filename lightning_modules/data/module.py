@@ -31,7 +31,8 @@ class TextDataModule(L.LightningDataModule):
     ``document_ids``, each ``[batch, sequence_length]``, and ``row_id`` ``[batch]``. See ``RowDataset``.
 
     The order of the training rows depends on the seed and the epoch only, whatever the number of processes, and a run
-    that is resumed inside an epoch goes on at the next batch. What is computed once, the trained tokenizer and the tokens, is kept in ``cache_dir``.
+    that is resumed inside an epoch goes on at the next batch. What is computed once, the trained tokenizer and the
+    tokens, is kept in ``cache_dir``.
 
     Args:
         source: Where the text comes from: "stdlib" (the sources of Python's standard library, always at hand), a file
@@ -140,8 +141,8 @@ class TextDataModule(L.LightningDataModule):
         processes = self._ranks()[1]
         if self.batch_size < processes:
             raise ValueError(
-                f"data.batch_size: must be at least the number of processes, {processes}, since a batch is divided among "
-                f"them, got {self.batch_size}"
+                f"data.batch_size: must be at least the number of processes, {processes}, since a batch is divided "
+                f"among them, got {self.batch_size}"
             )
         if stage == "fit":
             self._text.check_enough("train", self.sequence_length)

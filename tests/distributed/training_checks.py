@@ -1,0 +1,245 @@
+"""Run by `test_training.py`, on one process or by torchrun on several: trains and keeps what is to be compared.
+
+    python training_checks.py OUT CHECK [--option value ...]        (torchrun ... training_checks.py ... for more ranks)
+
+OUT is a folder for this launch. Rank 0 writes ``CHECK.pt`` with gradients, parameters and optimizer state, all whole
+and in float64. A check that raises ends the run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dsv41.config import IGNORE_INDEX
+from lightning_modules.cli import get_cli
+from lightning_modules.task import Batch, DeepseekV41Task
+
+Values = dict[str, Tensor]
+
+
+def live_labels(row_ids: Tensor, length: int) -> Tensor:
+    """How many labels of each row count, 3 to `length`: rows, and so ranks and micro-batches, differ widely."""
+    return 3 + (row_ids * 11) % (length - 3)
+
+
+class UnevenTask(DeepseekV41Task):
+    """Rows with different numbers of live tokens, trained by SGD, in which no constant factor can hide."""
+
+    sgd = True
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        labels = batch["labels"]
+        keep = live_labels(batch["row_id"].clamp_min(0), labels.shape[1])
+        dead = torch.arange(labels.shape[1]) >= keep.unsqueeze(-1)
+        return super().training_step(batch | {"labels": labels.masked_fill(dead, IGNORE_INDEX)}, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if not self.sgd:
+            return super().configure_optimizers()
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class StatelessTask(UnevenTask):
+    """Plain SGD has no state to save."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class AdamTask(UnevenTask):
+    sgd = False
+
+
+def whole(values: dict[str, Tensor]) -> Values:
+    """Every rank collects; plain tensors, copied."""
+    return {
+        name: (value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()).double().clone()
+        for name, value in values.items()
+    }
+
+
+class Recorder(L.Callback):
+    """Keeps the first step's gradients, before clipping, and the end of the run."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Values] = {}
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == 0:
+            self.found["gradients"] = whole({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self.found["parameters"] = whole({name: parameter for parameter, name in names.items()})
+        self.found["buffers"] = whole({n: b for n, b in module.named_buffers() if b.is_floating_point()})
+        self.found["optimizer"] = whole(
+            {
+                f"{names[parameter]}/{key}": value
+                for optimizer in trainer.optimizers
+                for parameter, state in optimizer.state.items()
+                for key, value in state.items()
+                if isinstance(value, Tensor)
+            }
+        )
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Launch:
+    """One folder, one number of ranks."""
+
+    def __init__(self, out: Path, options: list[str]) -> None:
+        self.out = out
+        self.options = options
+
+    def train(
+        self, check: str, *extra: str, task: type[UnevenTask] = UnevenTask, resume: str | None = None
+    ) -> dict[str, Values]:
+        """Fit, with the curves under ``runs/CHECK``; `resume` is a checkpoint."""
+        cli = get_cli(
+            [
+                *self.options,
+                *("--trainer.logger.init_args.save_dir", str(self.out / "runs")),
+                *("--trainer.logger.init_args.name", check),
+                *extra,
+            ],
+            run=False,
+        )
+        made = cli.model
+        module = task(made.text_config, made.backend, made.optimizer_config, made.schedule_config, made.tokenizer)
+        recorder = Recorder()
+        cli.trainer.callbacks.append(recorder)
+        cli.trainer.fit(module, cli.datamodule, ckpt_path=resume)
+        if rank() == 0:
+            torch.save(recorder.found, self.out / f"{check}.pt")
+        return recorder.found
+
+
+def same(ours: dict[str, Values], theirs: dict[str, Values]) -> None:
+    """Raise unless the ends of two runs are equal bit for bit."""
+    for part in ("parameters", "buffers", "optimizer"):
+        assert ours[part].keys() == theirs[part].keys(), (part, ours[part].keys() ^ theirs[part].keys())
+        for name, value in ours[part].items():
+            assert torch.equal(value, theirs[part][name]), (part, name)
+
+
+STEPS = ("--trainer.max_steps", "6", "--checkpoint.every_n_steps", "3", "--checkpoint.keep", "-1")
+ONE_FILE = (
+    *("--trainer.strategy", "EngramFSDPStrategy"),
+    *("--trainer.strategy.save_distributed_checkpoint", "false"),
+    *("--trainer.precision", "32-true"),
+)
+
+
+def sgd(launch: Launch) -> None:
+    """Twenty steps; five rows are not divisible by two or three ranks."""
+    launch.train("sgd", "--trainer.max_steps", "20", "--data.batch_size", "5", "--trainer.gradient_clip_val", "null")
+
+
+def accumulated(launch: Launch) -> None:
+    """AdamW, four micro-batches, a norm that is always clipped."""
+    extra = ("--trainer.max_steps", "20", "--trainer.accumulate_grad_batches", "4", "--data.batch_size", "3")
+    launch.train("accumulated", *extra, "--trainer.gradient_clip_val", "0.01", task=AdamTask)
+
+
+def clipped(launch: Launch) -> None:
+    """Values clipped."""
+    clip = ("--trainer.gradient_clip_val", "1e-3", "--trainer.gradient_clip_algorithm", "value")
+    launch.train("clipped", "--trainer.max_steps", "4", "--data.batch_size", "4", *clip)
+
+
+def saved(launch: Launch) -> None:
+    """A run with checkpoints, and one resumed in its middle on the same ranks: bit for bit the same end."""
+    end = launch.train("saved", *STEPS, "--data.batch_size", "4", task=AdamTask)
+    middle = str(next(launch.out.glob("runs/saved/version_0/checkpoints/step-00000003.ckpt")))
+    same(launch.train("resumed", *STEPS, "--data.batch_size", "4", task=AdamTask, resume=middle), end)
+
+
+def one_file(launch: Launch) -> None:
+    """The same with everything in one file; and with an optimizer without state."""
+    for check, task in (("one_file", AdamTask), ("stateless", StatelessTask)):
+        end = launch.train(check, *STEPS, "--data.batch_size", "4", *ONE_FILE, task=task)
+        middle = launch.out / "runs" / check / "version_0" / "checkpoints" / "step-00000003.ckpt"
+        assert middle.is_file()
+        resumed = launch.train(
+            f"{check}_resumed", *STEPS, "--data.batch_size", "4", *ONE_FILE, task=task, resume=str(middle)
+        )
+        same(resumed, end)
+
+
+def stateless(launch: Launch) -> None:
+    """Sharded, with an optimizer without state."""
+    end = launch.train("stateless_sharded", *STEPS, "--data.batch_size", "4", task=StatelessTask)
+    middle = str(next(launch.out.glob("runs/stateless_sharded/version_0/checkpoints/step-00000003.ckpt")))
+    same(launch.train("stateless_resumed", *STEPS, task=StatelessTask, resume=middle), end)
+
+
+def resume_others(launch: Launch) -> None:
+    """Go on from what the launches in the folders beside this one have saved."""
+    for folder in sorted(launch.out.parent.iterdir()):
+        if folder == launch.out:
+            continue
+        for check in ("saved", "one_file"):
+            middle = folder / "runs" / check / "version_0" / "checkpoints" / "step-00000003.ckpt"
+            if middle.exists():
+                extra = ONE_FILE if check == "one_file" and dist.is_initialized() else ()
+                name = f"from_{folder.name}_{check}"
+                launch.train(name, *STEPS, "--data.batch_size", "4", *extra, task=AdamTask, resume=str(middle))
+
+
+def evaluated(launch: Launch) -> None:
+    """Fit, validate, test, predict and fit again with one trainer; rows that no number of ranks divides."""
+    cli = get_cli(
+        [
+            *launch.options,
+            *("--trainer.logger.init_args.save_dir", str(launch.out / "runs")),
+            *("--trainer.logger.init_args.name", "evaluated"),
+            *("--data.batch_size", "5", "--trainer.limit_val_batches", "1.0", "--trainer.max_steps", "2"),
+        ],
+        run=False,
+    )
+    trainer, model, data = cli.trainer, cli.model, cli.datamodule
+    trainer.fit(model, data)
+    found: dict[str, Any] = {f"fit/{name}": float(value) for name, value in trainer.callback_metrics.items()}
+    for stage in ("validate", "test"):
+        found |= {f"{stage}/{n}": v for n, v in getattr(trainer, stage)(model, data, verbose=False)[0].items()}
+    best = trainer.checkpoint_callbacks[0].best_model_path
+    found |= {f"best/{n}": v for n, v in trainer.validate(model, data, ckpt_path=best, verbose=False)[0].items()}
+    predictions = trainer.predict(model, data)
+    found["predicted rows"] = [row for part in predictions or [] for row in part["row_id"].tolist()]
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(model, data)
+    found |= {f"again/{name}": float(value) for name, value in trainer.callback_metrics.items()}
+    if rank() == 0:
+        torch.save(found, launch.out / "evaluated.pt")
+
+
+CHECKS: dict[str, Callable[[Launch], None]] = {
+    check.__name__: check for check in (sgd, accumulated, clipped, saved, one_file, stateless, resume_others, evaluated)
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    out, names, options = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
+    launch = Launch(out, options)
+    for name in names:
+        CHECKS[name](launch)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
