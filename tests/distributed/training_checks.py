@@ -134,7 +134,12 @@ def same(ours: dict[str, Values], theirs: dict[str, Values]) -> None:
             assert torch.equal(value, theirs[part][name]), (part, name)
 
 
-STEPS = ("--trainer.max_steps", "6", "--checkpoint.every_n_steps", "3", "--checkpoint.keep", "-1")
+# Every validation also saves the best checkpoint, which takes longer than ten of these steps.
+FEW_SAVES = ("--checkpoint.every_n_steps", "1000", "--trainer.limit_val_batches", "1")
+STEPS = (
+    *("--trainer.max_steps", "6", "--checkpoint.every_n_steps", "3", "--checkpoint.keep", "-1"),
+    *("--trainer.val_check_interval", "6", "--trainer.limit_val_batches", "1", "--data.batch_size", "4"),
+)
 ONE_FILE = (
     *("--trainer.strategy", "EngramFSDPStrategy"),
     *("--trainer.strategy.save_distributed_checkpoint", "false"),
@@ -144,43 +149,44 @@ ONE_FILE = (
 
 def sgd(launch: Launch) -> None:
     """Twenty steps; five rows are not divisible by two or three ranks."""
-    launch.train("sgd", "--trainer.max_steps", "20", "--data.batch_size", "5", "--trainer.gradient_clip_val", "null")
+    extra = ("--trainer.max_steps", "20", "--data.batch_size", "5", "--trainer.val_check_interval", "10")
+    launch.train("sgd", *extra, *FEW_SAVES, "--trainer.gradient_clip_val", "null")
 
 
 def accumulated(launch: Launch) -> None:
     """AdamW, four micro-batches, a norm that is always clipped."""
-    extra = ("--trainer.max_steps", "20", "--trainer.accumulate_grad_batches", "4", "--data.batch_size", "3")
-    launch.train("accumulated", *extra, "--trainer.gradient_clip_val", "0.01", task=AdamTask)
+    extra = ("--trainer.max_steps", "5", "--trainer.accumulate_grad_batches", "4", "--data.batch_size", "3")
+    clip = ("--trainer.val_check_interval", "20", "--trainer.gradient_clip_val", "0.01")
+    launch.train("accumulated", *extra, *FEW_SAVES, *clip, task=AdamTask)
 
 
 def clipped(launch: Launch) -> None:
     """Values clipped."""
     clip = ("--trainer.gradient_clip_val", "1e-3", "--trainer.gradient_clip_algorithm", "value")
-    launch.train("clipped", "--trainer.max_steps", "4", "--data.batch_size", "4", *clip)
+    extra = ("--trainer.max_steps", "4", "--data.batch_size", "4", "--trainer.val_check_interval", "4")
+    launch.train("clipped", *extra, *FEW_SAVES, *clip)
 
 
 def saved(launch: Launch) -> None:
     """A run with checkpoints, and one resumed in its middle on the same ranks: bit for bit the same end."""
-    end = launch.train("saved", *STEPS, "--data.batch_size", "4", task=AdamTask)
+    end = launch.train("saved", *STEPS, task=AdamTask)
     middle = str(next(launch.out.glob("runs/saved/version_0/checkpoints/step-00000003.ckpt")))
-    same(launch.train("resumed", *STEPS, "--data.batch_size", "4", task=AdamTask, resume=middle), end)
+    same(launch.train("resumed", *STEPS, task=AdamTask, resume=middle), end)
 
 
 def one_file(launch: Launch) -> None:
     """The same with everything in one file; and with an optimizer without state."""
     for check, task in (("one_file", AdamTask), ("stateless", StatelessTask)):
-        end = launch.train(check, *STEPS, "--data.batch_size", "4", *ONE_FILE, task=task)
+        end = launch.train(check, *STEPS, *ONE_FILE, task=task)
         middle = launch.out / "runs" / check / "version_0" / "checkpoints" / "step-00000003.ckpt"
         assert middle.is_file()
-        resumed = launch.train(
-            f"{check}_resumed", *STEPS, "--data.batch_size", "4", *ONE_FILE, task=task, resume=str(middle)
-        )
+        resumed = launch.train(f"{check}_resumed", *STEPS, *ONE_FILE, task=task, resume=str(middle))
         same(resumed, end)
 
 
 def stateless(launch: Launch) -> None:
     """Sharded, with an optimizer without state."""
-    end = launch.train("stateless_sharded", *STEPS, "--data.batch_size", "4", task=StatelessTask)
+    end = launch.train("stateless_sharded", *STEPS, task=StatelessTask)
     middle = str(next(launch.out.glob("runs/stateless_sharded/version_0/checkpoints/step-00000003.ckpt")))
     same(launch.train("stateless_resumed", *STEPS, task=StatelessTask, resume=middle), end)
 
@@ -195,7 +201,7 @@ def resume_others(launch: Launch) -> None:
             if middle.exists():
                 extra = ONE_FILE if check == "one_file" and dist.is_initialized() else ()
                 name = f"from_{folder.name}_{check}"
-                launch.train(name, *STEPS, "--data.batch_size", "4", *extra, task=AdamTask, resume=str(middle))
+                launch.train(name, *STEPS, *extra, task=AdamTask, resume=str(middle))
 
 
 def evaluated(launch: Launch) -> None:

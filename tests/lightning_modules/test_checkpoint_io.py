@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,15 @@ import pytest
 import torch
 
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
+from lightning_modules.files import begin_folder, is_complete, publish_folder
+
+
+def folder(path: Path) -> Path:
+    """A complete checkpoint of many ranks, as far as names and files go."""
+    partial = begin_folder(path)
+    (partial / "__0_0.distcp").write_text("tensors")
+    publish_folder(partial, path, {})
+    return path
 
 
 def test_the_file_holds_what_was_saved_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -50,3 +60,37 @@ def test_the_final_name_appears_only_when_the_file_is_complete(tmp_path: Path, m
 def test_storage_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="storage_options"):
         AtomicCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"x": 1})
+
+
+def test_a_file_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:
+    target = folder(tmp_path / "a.ckpt")
+    AtomicCheckpointIO().save_checkpoint({"step": 2}, target)
+    assert AtomicCheckpointIO().load_checkpoint(target) == {"step": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("broken", ["save", "fsync", "rename"])
+def test_a_failed_save_leaves_the_older_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Whichever step fails, the older checkpoint may be the only one there is."""
+    target = folder(tmp_path / "a.ckpt")
+
+    def fail(*_arguments: Any, **_keywords: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch if broken == "save" else os, broken, fail)
+        with pytest.raises(OSError, match="No space left"):
+            AtomicCheckpointIO().save_checkpoint({"step": 2}, target)
+    assert (target / "__0_0.distcp").read_text() == "tensors"
+    assert is_complete(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_files_and_folders_are_removed(tmp_path: Path) -> None:
+    kept = folder(tmp_path / "kept.ckpt")
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "file.ckpt")
+    folder(tmp_path / "folder.ckpt")
+    for name in ("file.ckpt", "folder.ckpt", "neither.ckpt"):
+        AtomicCheckpointIO().remove_checkpoint(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.ckpt"]
+    assert is_complete(kept)

@@ -1,0 +1,98 @@
+"""Run by `test_failures.py`: a training of two ranks, started as a user would, in which one of them dies.
+
+    python failure_checks.py RANK:PLACE CHECKPOINT [options of dsv41 fit]       (Lightning starts the other rank)
+
+PLACE is where: see `PLACES`. "nowhere" trains to the end. CHECKPOINT is what to go on from, or "none".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import lightning.pytorch as L
+import torch
+import torch.distributed.checkpoint as dcp
+
+from lightning_modules import sharded_checkpoint, strategy
+from lightning_modules.callbacks import checkpoint as checkpoint_callback
+from lightning_modules.cli import get_cli
+
+FATAL_STEP = 4  # saves are made after steps 2, 4 and 6
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def is_second_save(path: Any) -> bool:
+    return f"step-{FATAL_STEP:08d}" in str(path)
+
+
+def before(owner: Any, name: str) -> Callable[[], None]:
+    """Die when `owner.name` is about to handle the second save."""
+    original = getattr(owner, name)
+
+    def install() -> None:
+        def fatal(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_second_save(getattr(first, "path", first)):
+                die()
+            return original(first, *args, **kwargs)
+
+        setattr(owner, name, fatal)
+
+    return install
+
+
+def before_deletion() -> None:
+    """Die when the older checkpoint is about to go."""
+    checkpoint_callback.discard = lambda path: die()  # type: ignore[assignment]
+
+
+def in_step(fail: Callable[[], NoReturn]) -> Callable[[], None]:
+    """Fail in the forward of the step after the first save."""
+
+    def install() -> None:
+        class Fatal(L.Callback):
+            def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+                if trainer.global_step == FATAL_STEP - 1:
+                    fail()
+
+        callbacks.append(Fatal())
+
+    return install
+
+
+def complain() -> NoReturn:
+    raise RuntimeError("this rank fails on purpose")
+
+
+callbacks: list[L.Callback] = []
+PLACES: dict[str, Callable[[], None]] = {
+    "nowhere": lambda: None,
+    "step": in_step(die),
+    "error": in_step(complain),
+    "data": before(dcp.FileSystemWriter, "write_data"),
+    "metadata": before(dcp.FileSystemWriter, "finish"),
+    "meta": before(sharded_checkpoint, "write_meta"),
+    "publication": before(strategy, "publish_folder"),
+    "deletion": before_deletion,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    victim, place = sys.argv[1].split(":")
+    if os.environ.get("LOCAL_RANK", "0") == victim:
+        PLACES[place]()
+    cli = get_cli(sys.argv[3:], run=False)
+    cli.trainer.callbacks += callbacks
+    cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=None if sys.argv[2] == "none" else sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()
