@@ -9,7 +9,7 @@
            block, one per layer   bf16   (norms, projections, experts, Engram projection)
              attn_hc, ffn_hc      fp32   mixing coefficients
              attn.core            fp32   sinks
-             attn.compressor      fp32   pooling, where it has gates
+             attn.compressor      fp32   pooling, where it has gates, with its norm
 
    The small fp32 units keep their gathered parameters until backward. With ``mixed_precision: none`` every unit has the
    parameters' own dtype. Inputs and outputs of units are never cast, so the carried mixing coefficients stay fp32.
@@ -92,23 +92,23 @@ def parallelize(parent: nn.Module, mesh: DeviceMesh, options: ParallelOptions, d
     # Outputs of units are views here and there; nothing in the model writes into one, which is what torch warns about.
     warnings.filterwarnings("ignore", ".*returned a view tensor", UserWarning)
     reshard(parent)
-    fresh = {}
-    for name, child in parent.named_children():
-        if _has_parameters(child):
-            if (earlier := _SHARDED.get(child, options)) != options:
-                raise ValueError(f"{name}: has been sharded with {earlier}, which cannot be changed to {options}")
-            if child not in _SHARDED:
-                fresh[name] = child
-    for name, child in fresh.items():
+    children = {name: child for name, child in parent.named_children() if _has_parameters(child)}
+    for name, child in children.items():
+        if (earlier := _SHARDED.get(child, options)) != options:
+            raise ValueError(f"{name}: has been sharded with {earlier}, which cannot be changed to {options}")
         _require_drawable(name, child)
+    # What is refused is refused before anything is changed, so that it can be mended and tried again.
+    _refuse(name for name, parameter in parent.named_parameters(recurse=False) if parameter.requires_grad)
+    fresh = [child for child in children.values() if child not in _SHARDED]
+    for child in fresh:
         if isinstance(child, DeepseekV41ForCausalLM):
             _shard_model(child, mesh, options)
         else:
             fully_shard(child, mesh=mesh, offload_policy=_offload(options, mesh))
-        _SHARDED[child] = options
     require_sharded(parent, mesh)
-    for child in fresh.values():
+    for child in fresh:
         materialise(child, device, torch.device("cpu") if options.cpu_offload else device)
+        _SHARDED[child] = options
 
 
 def reshard(parent: nn.Module) -> None:
@@ -171,12 +171,15 @@ def fp32_parts(block: nn.Module) -> Iterable[nn.Module]:
 
 def require_sharded(parent: nn.Module, mesh: DeviceMesh) -> None:
     """Raise ValueError unless every trainable parameter is a DTensor on `mesh`: no other gradient is ever reduced."""
-    wrong = [
+    _refuse(
         name
         for name, parameter in parent.named_parameters()
         if parameter.requires_grad and not (isinstance(parameter, DTensor) and parameter.device_mesh == mesh)
-    ]
-    if wrong:
+    )
+
+
+def _refuse(names: Iterable[str]) -> None:
+    if wrong := list(names):
         listed = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise ValueError(
             f"trainable parameters that are sharded by nobody, so that ranks would drift apart: {listed}; put them "

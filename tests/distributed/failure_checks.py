@@ -1,8 +1,8 @@
 """Run by `test_failures.py`: a training of two ranks, started as a user would, in which one of them dies.
 
-    python failure_checks.py RANK:PLACE CHECKPOINT [options of dsv41 fit]       (Lightning starts the other rank)
+    python failure_checks.py RANK:PLACE [options of dsv41 fit]       (Lightning starts the other rank)
 
-PLACE is where: see `PLACES`. "nowhere" trains to the end. CHECKPOINT is what to go on from, or "none".
+PLACE is where: see `PLACES`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def complain() -> NoReturn:
 
 callbacks: list[L.Callback] = []
 PLACES: dict[str, Callable[[], None]] = {
-    "nowhere": lambda: None,
     "step": in_step(die),
     "error": in_step(complain),
     "data": before(dcp.FileSystemWriter, "write_data"),
@@ -89,9 +88,9 @@ def main() -> None:
     victim, place = sys.argv[1].split(":")
     if os.environ.get("LOCAL_RANK", "0") == victim:
         PLACES[place]()
-    cli = get_cli(sys.argv[3:], run=False)
+    cli = get_cli(sys.argv[2:], run=False)
     cli.trainer.callbacks += callbacks
-    cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=None if sys.argv[2] == "none" else sys.argv[2])
+    cli.trainer.fit(cli.model, cli.datamodule)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 CPU = torch.device("cpu")
 LENGTH = 24
 # AdamW and the Engram gates, whose slope is without bound near zero, multiply rounding in the 20 steps of
-# `check_training` by 1e4 to 1e7, depending on the initial values. With this one of ten seeds, a relative change of 1e-15
-# in all parameters stays below 1e-10 on 2 and on 3 ranks.
+# `check_training` by 1e4 to 1e7, depending on the initial values. With this one of ten seeds, a relative change of
+# 1e-15 in all parameters stays below 1e-10 on 2 and on 3 ranks.
 SEED = 9
 PARAMETERS = 166  # of golden-tiny: none may be left out of a comparison
 UNTRAINED = 12  # parameters of indexers, which get no gradient since a selection passes none

@@ -68,13 +68,9 @@ BOUNDS = {
     "check_again_after_evaluation": 0.0,
     "check_again_after_refusal": 0.0,
 }
-LEFT_ON_META = pytest.mark.xfail(reason="a refused model counts as sharded, and is never given memory", strict=True)
-MARKS: dict[str, list[pytest.MarkDecorator]] = {"check_again_after_refusal": [LEFT_ON_META]}
 
 
-@pytest.mark.parametrize(
-    ("check", "bound"), [pytest.param(*item, marks=MARKS.get(item[0], [])) for item in BOUNDS.items()]
-)
+@pytest.mark.parametrize(("check", "bound"), BOUNDS.items())
 def test_a_sharded_model_equals_the_whole_one(results: dict[str, list[float]], check: str, bound: float) -> None:
     assert max(results[check]) <= bound, results[check]
 
