@@ -40,6 +40,7 @@ from lightning_modules.callbacks import (
 from lightning_modules.callbacks.checkpoint import find_checkpoint, run_number
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
+from lightning_modules.files import plain_name, settle
 from lightning_modules.task import DeepseekV41Task
 
 # A text configuration is a group of options, not a class to choose.
@@ -148,6 +149,8 @@ class DeepseekV41CLI(LightningCLI):
         if path is None:
             raise FileNotFoundError(f"ckpt_path: no {name!r} checkpoint under {runs}; leave --ckpt_path out to start")
         if self.subcommand == "fit" and name == "last":
+            rank_zero_only(settle)(path.parent)  # this run writes there from now on
+            path = plain_name(path)
             init.version = run_number(path.parent.parent)
             if logger.class_path.endswith(".TensorBoardLogger"):
                 # What the killed run logged after its checkpoint is superseded.

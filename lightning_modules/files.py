@@ -114,7 +114,7 @@ def is_complete(path: Path) -> bool:
     try:
         sizes = json.loads((path / MARKER).read_text())["files"]
         return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -147,16 +147,21 @@ def whole_names(directory: Path) -> dict[str, Path]:
     Returns:
         Paths by name; where a kill during publication left nothing under the name, the newest that waits for it.
     """
-    found: dict[str, Path] = {}
-    for path in directory.glob("*"):
-        if _LEFTOVER.match(path.name) is None and is_complete(path):
-            found[path.name] = path
+    waiting: dict[str, Path] = {}
     # "partial" before "replaced": the newer of two that wait for the same name.
     for path in sorted(directory.glob("*.*"), key=lambda path: path.suffix):
         match = _LEFTOVER.match(path.name)
-        if match and not (directory / match["name"]).exists() and _waits_for_its_name(path, match["kind"]):
-            found.setdefault(match["name"], path)
-    return found
+        if match and _waits_for_its_name(path, match["kind"]):
+            waiting.setdefault(match["name"], path)
+    # Names second: what is published in between is found either waiting or under its name.
+    named = {path.name: path for path in directory.glob("*") if not _LEFTOVER.match(path.name) and is_complete(path)}
+    return waiting | named
+
+
+def plain_name(path: Path) -> Path:
+    """The name that a path of `whole_names` has or waits for."""
+    match = _LEFTOVER.match(path.name)
+    return path.with_name(match["name"]) if match else path
 
 
 def settle(directory: Path) -> list[str]:
@@ -167,6 +172,7 @@ def settle(directory: Path) -> list[str]:
     """
     for name, path in whole_names(directory).items():
         if path.name != name:
+            remove_whole(directory / name)  # incomplete, or nothing would wait for the name
             path.rename(directory / name)
     left = [path for path in directory.glob("*.*") if _LEFTOVER.match(path.name)]
     for path in left:

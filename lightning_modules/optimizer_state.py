@@ -85,6 +85,13 @@ def sharded_state(optimizer: Optimizer, numbered: State) -> State:
             f"ckpt_path: {len(numbers)} parameters in the checkpoint's optimizer, {len(parameters)} here; were some "
             "frozen or freed since?"
         )
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in numbered["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dim() == parameter.dim() > 0 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"ckpt_path: {key} of the optimizer's parameter {number} is {list(value.shape)} in the checkpoint, "
+                    f"the parameter {list(parameter.shape)} here; were some frozen or freed since?"
+                )
     state = {
         number: {
             key: sharded_like(parameter, value) if isinstance(value, Tensor) else value

@@ -17,7 +17,7 @@ import lightning.pytorch as L
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_modules import sharded_checkpoint, strategy
+from lightning_modules import files, sharded_checkpoint
 from lightning_modules.callbacks import checkpoint as checkpoint_callback
 from lightning_modules.cli import get_cli
 
@@ -78,7 +78,7 @@ PLACES: dict[str, Callable[[], None]] = {
     "data": before(dcp.FileSystemWriter, "write_data"),
     "metadata": before(dcp.FileSystemWriter, "finish"),
     "meta": before(sharded_checkpoint, "write_meta"),
-    "publication": before(strategy, "publish_folder"),
+    "naming": before(files, "_take_name"),
     "deletion": before_deletion,
 }
 

@@ -99,7 +99,7 @@ def require_step(folder: Path, step: int, unbroken: Path) -> None:
         ("1:data", 2),
         ("0:metadata", 2),
         ("0:meta", 2),
-        ("0:publication", 2),
+        ("0:naming", 4),
         ("0:deletion", 4),
     ],
 )
@@ -115,7 +115,7 @@ def test_the_others_end_and_the_newest_whole_checkpoint_is_found(
     if what == "1:error":
         assert "this rank fails on purpose" in output
     require_step(tmp_path, step, unbroken)
-    if what in ("0:publication", "1:step"):
+    if what in ("0:naming", "1:step"):
         # What the kill has left does not stand in the way, and the end is that of the unbroken run.
         status, output, _ = launch("-m", "lightning_modules", "fit", *options, "--ckpt_path", "last")
         assert status == 0, output[-4000:]
