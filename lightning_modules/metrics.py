@@ -34,9 +34,10 @@ class LanguageModelMetric(Metric):
             tokens: Number of predicted tokens, scalar.
             byte_count: UTF-8 bytes that they stand for, scalar.
         """
-        self.nats += nats.detach().double()
-        self.tokens += tokens
-        self.bytes += byte_count
+        # Not in place: a state that was reset in inference mode cannot be written to outside of it.
+        self.nats = self.nats + nats.detach().double()
+        self.tokens = self.tokens + tokens
+        self.bytes = self.bytes + byte_count
 
     def compute(self) -> dict[str, Tensor]:
         """`loss` in nats per token, `perplexity`, `bits_per_byte`; NaN where nothing was predicted."""

@@ -7,8 +7,8 @@ once, one after the other:
     two     2 ranks                              trains, saves, goes on from its own and from the plain run's
     three   3 ranks                              trains, saves, goes on from its own and from those of the two before
     back    2 ranks                              goes on from what 3 ranks saved
-    one     1 rank of the strategy               trains, saves, goes on from what 2 and 3 ranks saved
-    alone   one process without the strategy     goes on from everything
+    one     1 rank of the strategy               trains, goes on from what 2 and 3 ranks saved
+    alone   one process without the strategy     goes on from what 2 and 3 ranks saved
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ from lightning_modules.data.sampler import Position, ResumableBatchSampler
 pytestmark = [pytest.mark.xdist_group("training"), pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).with_name("training_checks.py")
-TRAIN = ("sgd", "accumulated", "clipped", "evaluated")
-SAVE = ("saved", "one_file", "stateless", "resume_others")
 # What each launch runs, in this order: ranks (None is without the strategy) and checks.
-PLAN: dict[str, tuple[int | None, tuple[str, ...]]] = {
-    "plain": (None, (*TRAIN, "saved")),
-    "two": (2, (*TRAIN, *SAVE)),
-    "three": (3, (*TRAIN, *SAVE)),
-    "back": (2, ("resume_others",)),
-    "one": (1, (*TRAIN, *SAVE)),
-    "alone": (None, ("resume_others",)),
+PLAN: dict[str, tuple[int | None, str]] = {
+    "plain": (None, "sgd,accumulated,clipped,evaluated,saved"),
+    "two": (2, "sgd,accumulated,clipped,evaluated,resumed,one_file,stateless,from:plain/saved"),
+    "three": (3, "sgd,accumulated,evaluated,resumed,from:plain/saved,from:two/saved,from:two/one_file"),
+    "back": (2, "from:three/saved"),
+    "one": (1, "sgd,accumulated,evaluated,from:two/saved,from:three/saved"),
+    "alone": (None, "from:two/saved,from:three/saved,from:two/one_file"),
 }
 
 
@@ -63,7 +61,7 @@ def launches(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
             extra = ["--trainer.strategy", "engram_fsdp", "--trainer.devices", str(ranks)]
         done = subprocess.run(
-            [*command, str(SCRIPT), str(base / name), ",".join(checks), *options, *extra],
+            [*command, str(SCRIPT), str(base / name), checks, *options, *extra],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -127,25 +125,32 @@ def gradients_by_hand(options: list[str], batch_size: int, batches: int) -> dict
     return {f"model.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("check", "batch_size", "batches"), [("sgd", 5, 1), ("accumulated", 3, 4)])
+@pytest.mark.parametrize(("check", "batch_size", "batches", "clip"), [("sgd", 5, 1, None), ("accumulated", 3, 4, 0.01)])
 def test_the_first_gradient_is_that_of_a_plain_loop(
-    launches: Path, options: list[str], check: str, batch_size: int, batches: int
+    launches: Path, options: list[str], check: str, batch_size: int, batches: int, clip: float | None
 ) -> None:
     expected = gradients_by_hand(options, batch_size, batches)
     assert len(expected) > 60
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    if clip is not None:
+        assert norm > 2 * clip
+        expected = {name: gradient * clip / (norm + 1e-6) for name, gradient in expected.items()}
     for launch in ("plain", "one", "two", "three"):
         assert worst(found(launches, launch, check)["gradients"], expected) < 1e-12, launch
+        assert curves(launches, launch, check)["train/grad_norm"][0][1] == pytest.approx(float(norm), rel=1e-6)
 
 
-@pytest.mark.parametrize("check", ["sgd", "accumulated", "clipped"])
-@pytest.mark.parametrize("launch", ["two", "three"])
+TRAINED = [("two", "sgd"), ("two", "accumulated"), ("two", "clipped"), ("three", "sgd"), ("three", "accumulated")]
+
+
+@pytest.mark.parametrize(("launch", "check"), TRAINED)
 def test_training_ends_at_the_same_parameters(launches: Path, launch: str, check: str) -> None:
     ours, plain = found(launches, launch, check), found(launches, "plain", check)
     for part in ("parameters", "buffers", "optimizer"):
         assert worst(ours[part], plain[part]) < 1e-9, part
 
 
-@pytest.mark.parametrize("check", ["sgd", "accumulated", "clipped"])
+@pytest.mark.parametrize("check", ["sgd", "accumulated"])
 def test_one_rank_of_the_strategy_is_bit_equal_to_a_plain_run(launches: Path, check: str) -> None:
     ours, plain = found(launches, "one", check), found(launches, "plain", check)
     for part in ("gradients", "parameters", "buffers", "optimizer"):
@@ -158,8 +163,7 @@ def without_rates(found: dict[str, list[tuple[int, float]]]) -> dict[str, list[t
     return {tag: values for tag, values in found.items() if tag != "train/tokens_per_sec"}
 
 
-@pytest.mark.parametrize("check", ["sgd", "accumulated", "clipped"])
-@pytest.mark.parametrize("launch", ["two", "three"])
+@pytest.mark.parametrize(("launch", "check"), TRAINED)
 def test_curves_in_the_event_files_are_the_same(launches: Path, launch: str, check: str) -> None:
     ours, plain = (without_rates(curves(launches, name, check)) for name in (launch, "plain"))
     needed = {"train/loss", "train/grad_norm", "train/tokens", "val/loss", "val/perplexity"}
@@ -198,7 +202,6 @@ def test_evaluation_counts_every_row_once(launches: Path, launch: str) -> None:
         ("one", "from_three_saved"),
         ("alone", "from_two_saved"),
         ("alone", "from_three_saved"),
-        ("alone", "from_one_saved"),
     ],
 )
 def test_a_run_goes_on_on_another_number_of_ranks(launches: Path, launch: str, check: str) -> None:
@@ -211,12 +214,9 @@ def test_a_run_goes_on_on_another_number_of_ranks(launches: Path, launch: str, c
     assert without_state == {n for n in ours["parameters"] if ".indexer." in n}, "these never get a gradient"
 
 
-@pytest.mark.parametrize("launch", ["two", "three", "one", "alone", "back"])
+@pytest.mark.parametrize("launch", ["three", "alone"])
 def test_a_single_file_goes_on_on_another_number_of_ranks(launches: Path, launch: str) -> None:
-    """In fp32, so to rounding: the file itself holds fp32 numbers."""
-    unbroken = found(launches, "two", "one_file")
-    others = sorted(path.stem for path in (launches / launch).glob("from_*_one_file.pt"))
-    assert others or launch == "two"
-    for check in others:
-        ours = found(launches, launch, check)
-        assert worst(ours["parameters"], unbroken["parameters"]) < 1e-3, check
+    """In fp32, since 64-true is only accepted with the strategy's defaults; so to rounding."""
+    ours, unbroken = found(launches, launch, "from_two_one_file"), found(launches, "two", "one_file")
+    assert worst(ours["parameters"], unbroken["parameters"]) < 1e-3
+    assert ours["optimizer"].keys() == unbroken["optimizer"].keys()

@@ -1,6 +1,6 @@
 """Run by `test_training.py`, on one process or by torchrun on several: trains and keeps what is to be compared.
 
-    python training_checks.py OUT CHECK [--option value ...]        (torchrun ... training_checks.py ... for more ranks)
+    python training_checks.py OUT CHECK,CHECK [--option value ...]        (by torchrun for more ranks)
 
 OUT is a folder for this launch. Rank 0 writes ``CHECK.pt`` with gradients, parameters and optimizer state, all whole
 and in float64. A check that raises ends the run.
@@ -42,6 +42,11 @@ class UnevenTask(DeepseekV41Task):
         dead = torch.arange(labels.shape[1]) >= keep.unsqueeze(-1)
         return super().training_step(batch | {"labels": labels.masked_fill(dead, IGNORE_INDEX)}, batch_idx)
 
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+        if self.trainer.global_step == 0:
+            self.first_gradients = whole({n: p.grad for n, p in self.named_parameters() if p.grad is not None})
+
     def configure_optimizers(self) -> Any:
         if not self.sgd:
             return super().configure_optimizers()
@@ -68,16 +73,13 @@ def whole(values: dict[str, Tensor]) -> Values:
 
 
 class Recorder(L.Callback):
-    """Keeps the first step's gradients, before clipping, and the end of the run."""
+    """Keeps the first step's gradients, as the optimizer sees them, and the end of the run."""
 
     def __init__(self) -> None:
         self.found: dict[str, Values] = {}
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        if trainer.global_step == 0:
-            self.found["gradients"] = whole({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
-
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.found["gradients"] = getattr(module, "first_gradients", {})
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.found["parameters"] = whole({name: parameter for parameter, name in names.items()})
         self.found["buffers"] = whole({n: b for n, b in module.named_buffers() if b.is_floating_point()})
@@ -167,41 +169,45 @@ def clipped(launch: Launch) -> None:
     launch.train("clipped", *extra, *FEW_SAVES, *clip)
 
 
-def saved(launch: Launch) -> None:
-    """A run with checkpoints, and one resumed in its middle on the same ranks: bit for bit the same end."""
-    end = launch.train("saved", *STEPS, task=AdamTask)
-    middle = str(next(launch.out.glob("runs/saved/version_0/checkpoints/step-00000003.ckpt")))
-    same(launch.train("resumed", *STEPS, task=AdamTask, resume=middle), end)
+def middle_of(folder: Path, check: str) -> str:
+    """The checkpoint in the middle of a run."""
+    path = folder / "runs" / check / "version_0" / "checkpoints" / "step-00000003.ckpt"
+    assert path.exists()
+    return str(path)
+
+
+def saved(launch: Launch) -> dict[str, Values]:
+    """A run with checkpoints."""
+    return launch.train("saved", *STEPS, task=AdamTask)
+
+
+def resumed(launch: Launch) -> None:
+    """One resumed in its middle on the same ranks ends the same, bit for bit."""
+    end = saved(launch)
+    same(launch.train("resumed", *STEPS, task=AdamTask, resume=middle_of(launch.out, "saved")), end)
 
 
 def one_file(launch: Launch) -> None:
-    """The same with everything in one file; and with an optimizer without state."""
-    for check, task in (("one_file", AdamTask), ("stateless", StatelessTask)):
-        end = launch.train(check, *STEPS, *ONE_FILE, task=task)
-        middle = launch.out / "runs" / check / "version_0" / "checkpoints" / "step-00000003.ckpt"
-        assert middle.is_file()
-        resumed = launch.train(f"{check}_resumed", *STEPS, *ONE_FILE, task=task, resume=str(middle))
-        same(resumed, end)
+    """The same with everything in one file."""
+    end = launch.train("one_file", *STEPS, *ONE_FILE, task=AdamTask)
+    middle = middle_of(launch.out, "one_file")
+    assert Path(middle).is_file()
+    same(launch.train("one_file_resumed", *STEPS, *ONE_FILE, task=AdamTask, resume=middle), end)
 
 
 def stateless(launch: Launch) -> None:
-    """Sharded, with an optimizer without state."""
-    end = launch.train("stateless_sharded", *STEPS, task=StatelessTask)
-    middle = str(next(launch.out.glob("runs/stateless_sharded/version_0/checkpoints/step-00000003.ckpt")))
-    same(launch.train("stateless_resumed", *STEPS, task=StatelessTask, resume=middle), end)
+    """An optimizer without state, sharded and in one file."""
+    for check, extra in (("stateless", ()), ("stateless_file", ONE_FILE)):
+        end = launch.train(check, *STEPS, *extra, task=StatelessTask)
+        middle = middle_of(launch.out, check)
+        same(launch.train(f"{check}_resumed", *STEPS, *extra, task=StatelessTask, resume=middle), end)
 
 
-def resume_others(launch: Launch) -> None:
-    """Go on from what the launches in the folders beside this one have saved."""
-    for folder in sorted(launch.out.parent.iterdir()):
-        if folder == launch.out:
-            continue
-        for check in ("saved", "one_file"):
-            middle = folder / "runs" / check / "version_0" / "checkpoints" / "step-00000003.ckpt"
-            if middle.exists():
-                extra = ONE_FILE if check == "one_file" and dist.is_initialized() else ()
-                name = f"from_{folder.name}_{check}"
-                launch.train(name, *STEPS, *extra, task=AdamTask, resume=str(middle))
+def from_other(launch: Launch, folder: str, check: str) -> None:
+    """Go on from what another launch, in a folder beside this one, has saved."""
+    extra = ONE_FILE if check == "one_file" and dist.is_initialized() else ()
+    middle = middle_of(launch.out.parent / folder, check)
+    launch.train(f"from_{folder}_{check}", *STEPS, *extra, task=AdamTask, resume=middle)
 
 
 def evaluated(launch: Launch) -> None:
@@ -224,15 +230,15 @@ def evaluated(launch: Launch) -> None:
     found |= {f"best/{n}": v for n, v in trainer.validate(model, data, ckpt_path=best, verbose=False)[0].items()}
     predictions = trainer.predict(model, data)
     found["predicted rows"] = [row for part in predictions or [] for row in part["row_id"].tolist()]
-    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(model, data)
     found |= {f"again/{name}": float(value) for name, value in trainer.callback_metrics.items()}
     if rank() == 0:
         torch.save(found, launch.out / "evaluated.pt")
 
 
-CHECKS: dict[str, Callable[[Launch], None]] = {
-    check.__name__: check for check in (sgd, accumulated, clipped, saved, one_file, stateless, resume_others, evaluated)
+CHECKS: dict[str, Callable[[Launch], Any]] = {
+    check.__name__: check for check in (sgd, accumulated, clipped, saved, resumed, one_file, stateless, evaluated)
 }
 
 
@@ -241,7 +247,10 @@ def main() -> None:
     out, names, options = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
     launch = Launch(out, options)
     for name in names:
-        CHECKS[name](launch)
+        if name.startswith("from:"):
+            from_other(launch, *name.removeprefix("from:").split("/"))
+        else:
+            CHECKS[name](launch)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
