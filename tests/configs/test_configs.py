@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +16,36 @@ from lightning_modules.cli import get_cli
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASES = sorted(CONFIGS.glob("*.yaml"))
 OVERLAYS = sorted(CONFIGS.glob("overlays/*.yaml"))
+STRATEGIES = sorted(CONFIGS.glob("strategy/*.yaml"))
 
 
 def test_there_is_something_to_test() -> None:
     assert CONFIGS / "tiny.yaml" in BASES
-    assert set(CONFIGS.rglob("*.yaml")) == set(BASES) | set(OVERLAYS), "a folder of configs that nobody tests"
+    assert set(CONFIGS.rglob("*.yaml")) == {*BASES, *OVERLAYS, *STRATEGIES}, "a folder of configs that nobody tests"
 
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
+
+
+def small_run(files: tuple[Path, ...], cache: Path, folder: Path) -> list[str]:
+    """Options that train on one batch, on CPUs."""
+    small = {
+        "--trainer.fast_dev_run": "true",
+        "--trainer.accelerator": "cpu",
+        "--trainer.enable_progress_bar": "false",
+        "--trainer.logger.init_args.save_dir": str(folder),
+        "--data.cache_dir": str(cache),
+        # The first files of the standard library are enough to build every part.
+        "--data.max_documents": "60",
+        "--data.val_fraction": "0.1",
+        "--data.vocab_size": "600",
+        "--data.batch_size": "2",
+        "--data.sequence_length": "64",
+    }
+    chosen = [option for file in files for option in ("--config", str(file))]
+    return chosen + [part for option in small.items() for part in option]
 
 
 @pytest.mark.parametrize(
@@ -30,26 +54,30 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     + [pytest.param((CONFIGS / "tiny.yaml", overlay), id=overlay.stem) for overlay in OVERLAYS],
 )
 def test_config_trains_and_validates(files: tuple[Path, ...], shared_cache: Path, tmp_path: Path) -> None:
-    args = [option for file in files for option in ("--config", str(file))]
-    small = {
-        "--trainer.fast_dev_run": "true",
-        "--trainer.accelerator": "cpu",
-        "--trainer.enable_progress_bar": "false",
-        "--trainer.logger.init_args.save_dir": str(tmp_path),
-        "--data.cache_dir": str(shared_cache),
-        # The first files of the standard library are enough to build every part.
-        "--data.max_documents": "60",
-        "--data.val_fraction": "0.1",
-        "--data.vocab_size": "600",
-        "--data.batch_size": "1",
-        "--data.sequence_length": "64",
-    }
-    args += [part for option in small.items() for part in option]
-    cli = get_cli(args, run=False)
+    cli = get_cli(small_run(files, shared_cache, tmp_path), run=False)
     cli.trainer.fit(cli.model, cli.datamodule)
     metrics: dict[str, Any] = cli.trainer.callback_metrics
     assert 5 < float(metrics["train/loss"]) < 8
     assert 5 < float(metrics["val/loss"]) < 8
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=[path.stem for path in STRATEGIES])
+def test_strategy_trains_the_default_configuration(strategy: Path, shared_cache: Path, tmp_path: Path) -> None:
+    """As a user starts it, in processes of its own, since a strategy leaves a process group behind."""
+    options = small_run((CONFIGS / "tiny.yaml", strategy), shared_cache, tmp_path)
+    if strategy.stem == "fsdp":
+        options += ["--trainer.devices", "1"]  # it says "auto", which on CPUs means nothing
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_modules", "fit", *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert ("MEMBER: 2/2" in done.stderr) == (strategy.stem == "fsdp_cpu2")
+    assert re.search(r"validation loss [56]\.\d+ nats per token", done.stderr)
 
 
 def test_the_default_configuration_has_every_kind_of_layer(shared_cache: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 
 from dsv41.sharding import owned_rows
 
+pytestmark = pytest.mark.xdist_group("owner lookup")
+
 SCRIPT = Path(__file__).with_name("owner_lookup_checks.py")
 
 

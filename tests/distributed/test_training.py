@@ -5,9 +5,9 @@ once, one after the other:
 
     plain   one process without the strategy     trains, saves one file
     two     2 ranks                              trains, saves, goes on from its own and from the plain run's
-    three   3 ranks                              trains, saves, goes on from its own and from those of the two before
+    three   3 ranks                              trains, saves, goes on from its own and from what 2 ranks saved
     back    2 ranks                              goes on from what 3 ranks saved
-    one     1 rank of the strategy               trains, goes on from what 2 and 3 ranks saved
+    one     1 rank of the strategy               trains, goes on from what 3 ranks saved
     alone   one process without the strategy     goes on from what 2 and 3 ranks saved
 """
 
@@ -37,9 +37,9 @@ SCRIPT = Path(__file__).with_name("training_checks.py")
 PLAN: dict[str, tuple[int | None, str]] = {
     "plain": (None, "sgd,accumulated,clipped,evaluated,saved"),
     "two": (2, "sgd,accumulated,clipped,evaluated,resumed,one_file,stateless,from:plain/saved"),
-    "three": (3, "sgd,accumulated,evaluated,resumed,from:plain/saved,from:two/saved,from:two/one_file"),
-    "back": (2, "from:three/saved"),
-    "one": (1, "sgd,accumulated,evaluated,from:two/saved,from:three/saved"),
+    "three": (3, "sgd,evaluated,resumed,from:two/saved"),
+    "back": (2, "from:three/saved,from:two/one_file"),
+    "one": (1, "sgd,accumulated,evaluated,from:three/saved"),
     "alone": (None, "from:two/saved,from:three/saved,from:two/one_file"),
 }
 
@@ -135,12 +135,12 @@ def test_the_first_gradient_is_that_of_a_plain_loop(
     if clip is not None:
         assert norm > 2 * clip
         expected = {name: gradient * clip / (norm + 1e-6) for name, gradient in expected.items()}
-    for launch in ("plain", "one", "two", "three"):
+    for launch in ("plain", "one", "two") + (("three",) if check == "sgd" else ()):
         assert worst(found(launches, launch, check)["gradients"], expected) < 1e-12, launch
         assert curves(launches, launch, check)["train/grad_norm"][0][1] == pytest.approx(float(norm), rel=1e-6)
 
 
-TRAINED = [("two", "sgd"), ("two", "accumulated"), ("two", "clipped"), ("three", "sgd"), ("three", "accumulated")]
+TRAINED = [("two", "sgd"), ("two", "accumulated"), ("two", "clipped"), ("three", "sgd")]
 
 
 @pytest.mark.parametrize(("launch", "check"), TRAINED)
@@ -195,10 +195,8 @@ def test_evaluation_counts_every_row_once(launches: Path, launch: str) -> None:
     ("launch", "check"),
     [
         ("two", "from_plain_saved"),
-        ("three", "from_plain_saved"),
         ("three", "from_two_saved"),
         ("back", "from_three_saved"),
-        ("one", "from_two_saved"),
         ("one", "from_three_saved"),
         ("alone", "from_two_saved"),
         ("alone", "from_three_saved"),
@@ -214,8 +212,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(launches: Path, launch: str, c
     assert without_state == {n for n in ours["parameters"] if ".indexer." in n}, "these never get a gradient"
 
 
-@pytest.mark.parametrize("launch", ["three", "alone"])
-def test_a_single_file_goes_on_on_another_number_of_ranks(launches: Path, launch: str) -> None:
+@pytest.mark.parametrize("launch", ["back", "alone"])
+def test_a_single_file_goes_on_with_and_without_the_strategy(launches: Path, launch: str) -> None:
     """In fp32, since 64-true is only accepted with the strategy's defaults; so to rounding."""
     ours, unbroken = found(launches, launch, "from_two_one_file"), found(launches, "two", "one_file")
     assert worst(ours["parameters"], unbroken["parameters"]) < 1e-3
