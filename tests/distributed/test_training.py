@@ -36,7 +36,7 @@ SCRIPT = Path(__file__).with_name("training_checks.py")
 # What each launch runs, in this order: ranks (None is without the strategy) and checks.
 PLAN: dict[str, tuple[int | None, str]] = {
     "plain": (None, "sgd,accumulated,clipped,evaluated,saved"),
-    "two": (2, "sgd,accumulated,clipped,evaluated,resumed,one_file,stateless,from:plain/saved"),
+    "two": (2, "sgd,accumulated,clipped,evaluated,resumed,one_file,stateless,precisions,from:plain/saved"),
     "three": (3, "sgd,evaluated,resumed,from:two/saved"),
     "back": (2, "from:three/saved,from:two/one_file"),
     "one": (1, "sgd,accumulated,evaluated,from:three/saved"),
@@ -189,6 +189,39 @@ def test_evaluation_counts_every_row_once(launches: Path, launch: str) -> None:
     mine = [row for row in ours["predicted rows"] if row >= 0]
     batches = [plain["predicted rows"][start : start + 5] for start in range(0, len(plain["predicted rows"]), 5)]
     assert mine == [row for batch in batches for row in batch[::ranks]]  # those of rank 0
+
+
+@pytest.mark.parametrize("launch", ["one", "two", "three"])
+def test_the_file_of_predictions_has_every_row_in_its_order(launches: Path, launch: str) -> None:
+    ours, plain = (
+        torch.load(next((launches / name / "runs").rglob("predictions.pt")), weights_only=True)
+        for name in (launch, "plain")
+    )
+    assert torch.equal(plain["row_id"], torch.arange(len(plain["row_id"])))
+    assert torch.equal(ours["row_id"], plain["row_id"])
+    assert torch.equal(ours["next_token"], plain["next_token"])
+    assert torch.allclose(ours["log_probability"], plain["log_probability"], rtol=1e-9)
+
+
+def test_one_device_without_the_strategy_evaluates_what_three_ranks_saved(launches: Path, options: list[str]) -> None:
+    best = launches / "three" / "runs" / "evaluated" / "version_0" / "checkpoints" / "best.ckpt"
+    assert best.is_dir()
+    every_row = ("--trainer.limit_val_batches", "1.0", "--trainer.logger", "false")
+    cli = get_cli([*options, *every_row], run=False)
+    (metrics,) = cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=str(best), verbose=False)
+    # The best is that of the second fit, which the "again" values are about.
+    assert metrics["val/loss"] == pytest.approx(found(launches, "three", "evaluated")["again/val/loss"], rel=1e-6)
+
+
+def test_every_precision_trains_alike_and_stores_fp32(launches: Path) -> None:
+    losses = {}
+    for name in ("fp32", "policy", "autocast"):
+        check = f"precision_{name}"
+        assert found(launches, "two", check)["dtype"]["parameters"].dtype == torch.float32
+        losses[name] = curves(launches, "two", check)["train/loss"][-1][1]
+    assert losses["policy"] != losses["fp32"] != losses["autocast"], "bf16 has to have been used"
+    assert losses["policy"] == pytest.approx(losses["fp32"], rel=2e-2)
+    assert losses["autocast"] == pytest.approx(losses["fp32"], rel=2e-2)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsv41.config import IGNORE_INDEX
+from lightning_modules.callbacks import PredictionFile
 from lightning_modules.cli import get_cli
 from lightning_modules.task import Batch, DeepseekV41Task
 
@@ -83,6 +84,8 @@ class Recorder(L.Callback):
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.found["parameters"] = whole({name: parameter for parameter, name in names.items()})
         self.found["buffers"] = whole({n: b for n, b in module.named_buffers() if b.is_floating_point()})
+        assert {p.dtype for p in module.parameters()} == {module.built.lm_head.weight.dtype}
+        self.found["dtype"] = {"parameters": torch.zeros(0, dtype=module.built.lm_head.weight.dtype)}
         self.found["optimizer"] = whole(
             {
                 f"{names[parameter]}/{key}": value
@@ -210,6 +213,19 @@ def from_other(launch: Launch, folder: str, check: str) -> None:
     launch.train(f"from_{folder}_{check}", *STEPS, *extra, task=AdamTask, resume=middle)
 
 
+def precisions(launch: Launch) -> None:
+    """Two steps in each precision; what is stored is fp32 in all of them."""
+    strategy = ("--trainer.strategy", "EngramFSDPStrategy", "--trainer.strategy.mixed_precision")
+    kinds = {
+        "fp32": ("--trainer.precision", "32-true"),
+        "policy": ("--trainer.precision", "32-true", *strategy, "bf16"),
+        "autocast": ("--trainer.precision", "bf16-mixed"),
+    }
+    for name, extra in kinds.items():
+        steps = ("--trainer.max_steps", "2", "--trainer.val_check_interval", "2")
+        launch.train(f"precision_{name}", *steps, *FEW_SAVES, *extra, "--data.batch_size", "4", task=AdamTask)
+
+
 def evaluated(launch: Launch) -> None:
     """Fit, validate, test, predict and fit again with one trainer; rows that no number of ranks divides."""
     cli = get_cli(
@@ -228,6 +244,7 @@ def evaluated(launch: Launch) -> None:
         found |= {f"{stage}/{n}": v for n, v in getattr(trainer, stage)(model, data, verbose=False)[0].items()}
     best = trainer.checkpoint_callbacks[0].best_model_path
     found |= {f"best/{n}": v for n, v in trainer.validate(model, data, ckpt_path=best, verbose=False)[0].items()}
+    trainer.callbacks.append(PredictionFile())
     predictions = trainer.predict(model, data)
     found["predicted rows"] = [row for part in predictions or [] for row in part["row_id"].tolist()]
     trainer.fit_loop.epoch_loop.max_steps = 4
@@ -238,7 +255,8 @@ def evaluated(launch: Launch) -> None:
 
 
 CHECKS: dict[str, Callable[[Launch], Any]] = {
-    check.__name__: check for check in (sgd, accumulated, clipped, saved, resumed, one_file, stateless, evaluated)
+    check.__name__: check
+    for check in (sgd, accumulated, clipped, saved, resumed, one_file, stateless, precisions, evaluated)
 }
 
 
