@@ -31,6 +31,7 @@ from dsv41.norm import RMSNorm
 from dsv41.precision import full_precision, widen
 from dsv41.quantization import fake_quantize
 from dsv41.rope import layer_frequencies, rotate, rotation_table
+from dsv41.sparse_attention import sparse_attention
 
 
 class AttentionState(NamedTuple):
@@ -99,25 +100,76 @@ ATTENTION_CORES = {"eager": eager_attention, "sdpa": sdpa_attention}
 
 
 class AttentionCore(nn.Module):
-    """One of the cores with its sinks. A module of its own, so that the sinks can stay fp32 where the rest does not.
+    """What attends, with its sinks. A module of its own, so that the sinks can stay fp32 where the rest does not.
 
     Args:
         heads: Query heads.
-        implementation: Key of `ATTENTION_CORES`.
+        window: Raw positions that a query sees.
+        ratio: Tokens per compressed position; 0 without.
     """
 
-    def __init__(self, heads: int, implementation: str) -> None:
+    def __init__(self, heads: int, window: int, ratio: int) -> None:
         super().__init__()
-        self.attend = ATTENTION_CORES[implementation]
+        self.window, self.ratio = window, ratio
         self.attn_sink = nn.Parameter(torch.zeros(heads))
 
     def init_weights(self, draws: NamedDraws) -> None:
         """A sink logit of zero: one unit of attention mass beside the keys."""
         nn.init.zeros_(self.attn_sink)
 
-    def forward(self, q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-        """Attend; see `eager_attention`."""
-        return self.attend(q, kv, mask, self.attn_sink)
+    def forward(
+        self, q: Tensor, kv: Tensor, compressed: Tensor | None, selection: Tensor | None, token_mask: Tensor
+    ) -> Tensor:
+        """Attend to the window, the selected compressed positions and the sink.
+
+        Args:
+            q: Queries [B, S, heads, D].
+            kv: Raw keys/values [B, S, D].
+            compressed: Compressed keys/values [B, T, D], or None.
+            selection: Selected positions int64 [B, S, K], -1 where absent, or None.
+            token_mask: Bool [B, S]; padding is false, on the right only.
+
+        Returns:
+            [B, S, heads, D] in the dtype of `q`, zero at padding.
+        """
+        raise NotImplementedError
+
+
+class DenseCore(AttentionCore):
+    """All keys behind a mask, by one of `ATTENTION_CORES`; the reference."""
+
+    def __init__(self, heads: int, window: int, ratio: int, implementation: str) -> None:
+        super().__init__(heads, window, ratio)
+        self.attend = ATTENTION_CORES[implementation]
+
+    def forward(
+        self, q: Tensor, kv: Tensor, compressed: Tensor | None, selection: Tensor | None, token_mask: Tensor
+    ) -> Tensor:
+        """See `AttentionCore.forward`."""
+        mask = window_mask(token_mask, self.window)
+        if compressed is not None and selection is not None:
+            kv = torch.cat((kv, compressed), dim=1)
+            mask = torch.cat((mask, membership(selection, compressed.shape[1])), dim=-1)
+        return self.attend(q, kv, mask & token_mask.unsqueeze(-1), self.attn_sink)
+
+
+class SparseCore(AttentionCore):
+    """Only the keys that are attended: see `sparse_attention.py`."""
+
+    def forward(
+        self, q: Tensor, kv: Tensor, compressed: Tensor | None, selection: Tensor | None, token_mask: Tensor
+    ) -> Tensor:
+        """See `AttentionCore.forward`."""
+        return sparse_attention(
+            q, kv, compressed, self.attn_sink, selection, token_mask, window=self.window, ratio=self.ratio
+        )
+
+
+def attention_core(heads: int, window: int, ratio: int, implementation: str) -> AttentionCore:
+    """The core that ``BackendConfig.attn`` names."""
+    if implementation == "sparse":
+        return SparseCore(heads, window, ratio)
+    return DenseCore(heads, window, ratio, implementation)
 
 
 class DeepseekV41Attention(nn.Module):
@@ -135,7 +187,7 @@ class DeepseekV41Attention(nn.Module):
         self.ratio = config.compress_ratios[layer_idx]
         self.heads, self.width = config.num_attention_heads, config.head_dim
         self.groups, self.group_rank = config.o_groups, config.o_lora_rank
-        self.core = AttentionCore(self.heads, backend.attn)
+        self.core = attention_core(self.heads, config.sliding_window, self.ratio, backend.attn)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.wq_a = nn.Linear(hidden, config.q_lora_rank, bias=False)
         self.q_norm = RMSNorm(config.q_lora_rank, eps)
@@ -176,15 +228,14 @@ class DeepseekV41Attention(nn.Module):
         q_latent = self.q_norm(self.wq_a(x))
         q = rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), table)
         kv = fake_quantize(rotate(self.kv_norm(self.wkv(x)), table), "fp8")
-        mask = window_mask(token_mask, self.config.sliding_window)
+        compressed, selection = None, None
         if self.ratio > 0:
             state = self._publish(x, q_latent, table, state, token_mask)
-            assert state.compressed_kv is not None  # the configuration's schedule checks guarantee both
-            assert state.selection is not None
-            kv = torch.cat((kv, state.compressed_kv), dim=1)
-            mask = torch.cat((mask, membership(state.selection, state.compressed_kv.shape[1])), dim=-1)
-        mask = mask & token_mask.unsqueeze(-1)
-        return self._project(rotate(self.core(q, kv, mask), table, inverse=True)), state
+            compressed, selection = state.compressed_kv, state.selection
+            assert compressed is not None  # the configuration's schedule checks guarantee both
+            assert selection is not None
+        attended = self.core(q, kv, compressed, selection, token_mask)
+        return self._project(rotate(attended, table, inverse=True)), state
 
     def _publish(
         self, x: Tensor, q_latent: Tensor, table: Tensor, state: AttentionState, token_mask: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-AttentionBackend = Literal["eager", "sdpa"]
+AttentionBackend = Literal["sparse", "sdpa", "eager"]
 ExpertsBackend = Literal["loop", "dense"]
 
 
@@ -14,8 +14,9 @@ class BackendConfig:
     """How to compute; every combination gives the same values and gradients up to rounding.
 
     Args:
-        attn: "eager" writes the attention out over a dense mask and is the reference; "sdpa" hands the same mask to
-            torch's scaled_dot_product_attention.
+        attn: "sparse" reads only the keys that are attended, so that time and memory grow with the length, not with its
+            square; "eager" writes the attention out over a dense mask and is the reference; "sdpa" hands the same mask
+            to torch's scaled_dot_product_attention.
         experts: "loop" runs each expert on its own tokens; "dense" runs every expert on every token and is the
             reference (its result for a token does not even round differently when other tokens change).
         compile_engram: Run the Engram gate through `dsv41.engram.compile_engram_gate` (whole process).
@@ -27,7 +28,7 @@ class BackendConfig:
         ValueError: Unknown choice; names the field and the choices.
     """
 
-    attn: AttentionBackend = "eager"
+    attn: AttentionBackend = "sparse"
     experts: ExpertsBackend = "loop"
     compile_engram: bool = False
     gradient_checkpointing: bool = False

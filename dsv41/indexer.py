@@ -51,13 +51,13 @@ def membership(indices: Tensor, length: int) -> Tensor:
     return mask.scatter_(-1, indices.masked_fill(indices < 0, length), True)[..., :length]
 
 
-def visible_positions(queries: int, positions: int, ratio: int, device: torch.device) -> Tensor:
-    """Causality over compressed positions: bool [S, T], true where group t has ended by query s."""
-    ended = (torch.arange(queries, device=device) + 1) // ratio
+def visible_positions(queries: int, positions: int, ratio: int, device: torch.device, first_query: int = 0) -> Tensor:
+    """Causality over compressed positions: bool [S, T], true where group t has ended by query `first_query` + s."""
+    ended = (torch.arange(first_query, first_query + queries, device=device) + 1) // ratio
     return torch.arange(positions, device=device) < ended.unsqueeze(-1)
 
 
-def select_blocks(scores: Tensor, ratio: int, block_size: int, count: int) -> Tensor:
+def select_blocks(scores: Tensor, ratio: int, block_size: int, count: int, first_query: int = 0) -> Tensor:
     """First level of the selection: the candidate blocks of every query.
 
     Args:
@@ -65,6 +65,7 @@ def select_blocks(scores: Tensor, ratio: int, block_size: int, count: int) -> Te
         ratio: Tokens per compressed position.
         block_size: Positions per block.
         count: Blocks to keep; the block of the query's newest visible position is always one of them.
+        first_query: Position of the first query.
 
     Returns:
         int64 block ids [B, S, N], ascending, -1 where fewer exist.
@@ -74,7 +75,7 @@ def select_blocks(scores: Tensor, ratio: int, block_size: int, count: int) -> Te
     best = padded.unflatten(-1, (-1, block_size)).amax(-1)
     if best.shape[-1] == 0:
         return scores.new_empty(*scores.shape[:2], 0, dtype=torch.long)
-    newest = (torch.arange(queries, device=scores.device) + 1) // ratio - 1
+    newest = (torch.arange(first_query, first_query + queries, device=scores.device) + 1) // ratio - 1
     forced = torch.arange(best.shape[-1], device=scores.device) == (newest // block_size).unsqueeze(-1)
     exists = best > float("-inf")
     return stable_topk(best.masked_fill(forced & exists, float("inf")), count)
@@ -86,6 +87,12 @@ def mask_to_candidates(scores: Tensor, blocks: Tensor, block_size: int) -> Tenso
     allowed = membership(blocks, -(-positions // block_size))
     allowed = allowed.repeat_interleave(block_size, dim=-1)[..., :positions]
     return scores.masked_fill(~allowed, float("-inf"))
+
+
+# Of the products of all index heads at a time: queries are taken in chunks of as many as fit.
+CHUNK_BYTES = 16 << 20
+# Gathering keys costs more per key than scoring all of them in one product.
+GATHER_COST = 4
 
 
 class Indexer(nn.Module):
@@ -127,23 +134,57 @@ class Indexer(nn.Module):
             raise TypeError("only the indexer of a KV source layer makes keys; the others are given its keys")
         return fake_quantize(rotate(self.k_norm(self.wk(latent)), table), "mxfp4")
 
-    def scores(self, x: Tensor, q_latent: Tensor, keys: Tensor, table: Tensor, group_mask: Tensor) -> Tensor:
-        """Causal scores, before candidates: [B, S, T] with -inf at positions that a query cannot see.
+    def queries(self, x: Tensor, q_latent: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """What scores positions.
 
         Args:
             x: Input of the attention site [B, S, H].
             q_latent: Query latent [B, S, q_lora_rank].
-            keys: Shared index keys [B, T, E].
             table: Rotations of the queries, complex [S, rope / 2].
-            group_mask: Valid compressed positions, bool [B, T].
+
+        Returns:
+            Index queries [B, S, I, E], rotated and MXFP4-rounded, and the weights of their heads [B, S, I].
         """
         q = self.wq_b(q_latent).unflatten(-1, (self.heads, self.width))
         q = fake_quantize(rotate(q, table), "mxfp4")
-        weights = self.weights_proj(x) * (self.width**-0.5 * self.heads**-0.5)
-        products = torch.einsum("bshe,bte->bsht", q, keys).relu()
+        return q, self.weights_proj(x) * (self.width**-0.5 * self.heads**-0.5)
+
+    def scores(self, q: Tensor, weights: Tensor, keys: Tensor, group_mask: Tensor, first_query: int = 0) -> Tensor:
+        """Causal scores, before candidates: [B, S, T] with -inf at positions that a query cannot see.
+
+        Args:
+            q: Index queries [B, S, I, E].
+            weights: Of their heads [B, S, I].
+            keys: Shared index keys [B, T, E].
+            group_mask: Valid compressed positions, bool [B, T].
+            first_query: Position of the first query.
+        """
+        products = torch.einsum("bshe,bte->bsht", q, keys).relu_()
         scores = (products * weights.unsqueeze(-1)).sum(2)
-        seen = visible_positions(x.shape[1], keys.shape[1], self.ratio, x.device) & group_mask.unsqueeze(1)
-        return scores.masked_fill(~seen, float("-inf"))
+        seen = visible_positions(q.shape[1], keys.shape[1], self.ratio, q.device, first_query)
+        return scores.masked_fill(~(seen & group_mask.unsqueeze(1)), float("-inf"))
+
+    def select_inside(
+        self, q: Tensor, weights: Tensor, keys: Tensor, group_mask: Tensor, blocks: Tensor, first_query: int = 0
+    ) -> Tensor:
+        """The selection among candidate blocks [B, S, N], scoring no other position; the rest as in `scores`.
+
+        Returns:
+            int64 [B, S, min(K, N * block)], as of `stable_topk`.
+        """
+        batch, positions = keys.shape[:2]
+        inside = blocks.unsqueeze(-1) * self.block_size + torch.arange(self.block_size, device=blocks.device)
+        ended = (torch.arange(first_query, first_query + q.shape[1], device=q.device) + 1) // self.ratio
+        exists = (blocks.unsqueeze(-1) >= 0) & (inside < ended.clamp_max(positions).view(1, -1, 1, 1))
+        inside, exists = inside.flatten(2), exists.flatten(2)
+        inside = inside.masked_fill(~exists, 0)
+        flat = inside + torch.arange(batch, device=inside.device).view(-1, 1, 1) * positions
+        products = torch.einsum("bshe,bsme->bshm", q, keys.flatten(0, 1)[flat]).relu_()
+        scores = (products * weights.unsqueeze(-1)).sum(2)
+        scores = scores.masked_fill(~(exists & group_mask.flatten()[flat]), float("-inf"))
+        # Blocks ascend, so the order among candidates is that of the positions, also for ties.
+        chosen = stable_topk(scores, self.topk)
+        return inside.gather(-1, chosen.clamp_min(0)).masked_fill(chosen < 0, -1)
 
     @torch.no_grad()
     def forward(
@@ -151,16 +192,44 @@ class Indexer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Select; top-k passes no gradient, so nothing here does.
 
+        Queries are taken in chunks, so that products of all queries, heads and positions never exist together.
+
         Args:
-            blocks: Candidate blocks of an earlier candidate source [B, S, N], or None. The rest: see `scores`.
+            x, q_latent, table: See `queries`.
+            keys, group_mask: See `scores`.
+            blocks: Candidate blocks of an earlier candidate source [B, S, N], or None.
 
         Returns:
             Selected positions int64 [B, S, K], ascending, -1 where fewer exist; and the candidate blocks that hold
             for the layers after this one.
         """
-        scores = self.scores(x, q_latent, keys, table, group_mask)
+        batch, length = x.shape[:2]
+        positions = keys.shape[1]
+        candidates = blocks if self.obeys_candidates else None
+        q, weights = self.queries(x, q_latent, table)
+        row = batch * self.heads * max(positions, 1) * keys.element_size()
+        size = max(16, min(256, CHUNK_BYTES // row))
+        selected, kept = [], []
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            # What no query of the chunk can see is not scored.
+            seen = min(stop // self.ratio, positions)
+            inputs = (q[:, start:stop], weights[:, start:stop], keys[:, :seen], group_mask[:, :seen])
+            if candidates is not None and seen > GATHER_COST * candidates.shape[-1] * self.block_size:
+                chosen = self.select_inside(*inputs, candidates[:, start:stop], start)
+            else:
+                scores = self.scores(*inputs, start)
+                if self.makes_candidates:
+                    kept.append(select_blocks(scores, self.ratio, self.block_size, self.topk_blocks, start))
+                elif candidates is not None:
+                    scores = mask_to_candidates(scores, candidates[:, start:stop], self.block_size)
+                chosen = stable_topk(scores, self.topk)
+            selected.append(chosen)
         if self.makes_candidates:
-            blocks = select_blocks(scores, self.ratio, self.block_size, self.topk_blocks)
-        elif self.obeys_candidates and blocks is not None:
-            scores = mask_to_candidates(scores, blocks, self.block_size)
-        return stable_topk(scores, self.topk), blocks
+            blocks = _joined(kept, min(self.topk_blocks, -(-positions // self.block_size)))
+        return _joined(selected, min(self.topk, positions)), blocks
+
+
+def _joined(parts: list[Tensor], count: int) -> Tensor:
+    """Chunks [B, c, up to `count`] of indices as one [B, S, count], filled up with -1."""
+    return torch.cat([F.pad(part, (0, count - part.shape[-1]), value=-1) for part in parts], dim=1)

@@ -24,6 +24,7 @@ MakeModel = Callable[..., DeepseekV41ForCausalLM]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 CORES = sorted(ATTENTION_CORES)
+IMPLEMENTATIONS = [*CORES, "sparse"]
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -303,7 +304,7 @@ def attention_by_hand(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attn", CORES)
+@pytest.mark.parametrize("attn", IMPLEMENTATIONS)
 @pytest.mark.parametrize("index", range(6), ids=KINDS)
 def test_every_kind_of_layer_equals_a_loop(tiny_config: MakeConfig, attn: str, index: int) -> None:
     config = make_config(tiny_config)
@@ -332,7 +333,7 @@ def test_every_kind_of_layer_equals_a_loop(tiny_config: MakeConfig, attn: str, i
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attn", CORES)
+@pytest.mark.parametrize("attn", IMPLEMENTATIONS)
 def test_padding_changes_nothing_for_live_tokens(tiny_config: MakeConfig, attn: str) -> None:
     layers, inputs = make_layers(make_config(tiny_config), attn), layer_inputs()
     live = live_mask()
@@ -347,7 +348,7 @@ def test_padding_changes_nothing_for_live_tokens(tiny_config: MakeConfig, attn: 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attn", CORES)
+@pytest.mark.parametrize("attn", IMPLEMENTATIONS)
 def test_no_layer_sees_the_future(tiny_config: MakeConfig, attn: str) -> None:
     layers, inputs = make_layers(make_config(tiny_config), attn), layer_inputs()
     outputs, _ = run_layers(layers, inputs)
@@ -380,7 +381,7 @@ def compressor_gradients(layers: list[DeepseekV41Attention], loss: Tensor, sourc
     }
 
 
-@pytest.mark.parametrize("attn", CORES)
+@pytest.mark.parametrize("attn", IMPLEMENTATIONS)
 @pytest.mark.parametrize("later", [2, 3], ids=["reuse", "reindex"])
 def test_gradients_of_later_layers_reach_the_compressor_of_their_source(
     tiny_config: MakeConfig, attn: str, later: int
@@ -401,7 +402,7 @@ def test_gradients_of_later_layers_reach_the_compressor_of_their_source(
             assert not compressor_gradients(layers, outputs[other].sum())[name].any(), (name, other)
 
 
-@pytest.mark.parametrize("attn", CORES)
+@pytest.mark.parametrize("attn", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("source", "later"), [(1, 2), (1, 3), (4, 5)], ids=["reuse", "reindex-2", "reindex-1"])
 def test_gradients_into_the_compressor_equal_finite_differences(
     tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, attn: str, source: int, later: int

@@ -14,8 +14,9 @@ from dsv41.checkpoint import released_slots
 from dsv41.indexer import membership
 
 BACKENDS = [
-    pytest.param(BackendConfig(), id="default"),
+    pytest.param(BackendConfig(attn="eager"), id="eager"),
     pytest.param(BackendConfig(attn="sdpa", experts="dense"), id="sdpa-dense"),
+    pytest.param(BackendConfig(attn="sparse"), id="sparse"),
     pytest.param(BackendConfig(gradient_checkpointing=True), id="recompute"),
 ]
 

@@ -264,7 +264,7 @@ def test_selection_equals_a_loop_over_the_formula(
     for layer in (0, 1, 2, 4):
         indexer = source if layer == 1 else make_indexer(config, layer)
         by_hand = scores_by_hand(indexer, config, x, q_latent, keys, groups, ratio)
-        scores = indexer.scores(x, q_latent, keys, table, groups).double()
+        scores = indexer.scores(*indexer.queries(x, q_latent, table), keys, groups).double()
         torch.testing.assert_close(scores, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-4, atol=1e-4)
         selection, blocks = indexer(x, q_latent, keys, table, groups, blocks)
         assert selection.shape == (2, length, min(TOPK, positions))
@@ -332,7 +332,7 @@ def test_bf16_scores_keep_the_roundings_of_bf16(tiny_config: MakeConfig) -> None
     keys = fake_quantize(random(1, 20, WIDTH, seed=22).bfloat16(), "mxfp4")
     queries: list[Tensor] = []
     indexer.wq_b.register_forward_hook(lambda _m, _a, out: queries.append(out))
-    ours = indexer.scores(x, q_latent, keys, table, torch.ones(1, 20, dtype=torch.bool))
+    ours = indexer.scores(*indexer.queries(x, q_latent, table), keys, torch.ones(1, 20, dtype=torch.bool))
     assert ours.dtype == torch.bfloat16
     frequencies = layer_frequencies(config, True).tolist()
     weights = (x.double() @ indexer.weights_proj.weight.double().T).bfloat16() * (WIDTH**-0.5 * HEADS**-0.5)
@@ -483,7 +483,7 @@ def run_model(model: DeepseekV41ForCausalLM) -> tuple[dict[int, AttentionState],
 
 
 def test_reuse_layers_take_the_selection_of_their_source(golden_model: MakeModel) -> None:
-    model = golden_model()
+    model = golden_model(backend=BackendConfig(attn="eager"))
     config = model.config.text_config
     states, masks = run_model(model)
     live = torch.arange(40) < torch.tensor([[40], [31]])
@@ -507,8 +507,8 @@ def test_reuse_layers_take_the_selection_of_their_source(golden_model: MakeModel
 
 
 def test_reindex_layers_stay_within_the_candidates(golden_model: MakeModel) -> None:
-    limited, _ = run_model(golden_model(candidate_topk_blocks=3))
-    free, _ = run_model(golden_model(candidate_source_layer_id=-1))
+    limited, _ = run_model(golden_model(backend=BackendConfig(attn="eager"), candidate_topk_blocks=3))
+    free, _ = run_model(golden_model(backend=BackendConfig(attn="eager"), candidate_source_layer_id=-1))
     pool = limited[4].candidate_blocks
     assert pool is not None
     assert limited[5].candidate_blocks is pool
@@ -532,3 +532,51 @@ def test_reindex_layers_stay_within_the_candidates(golden_model: MakeModel) -> N
     # Three blocks of two positions, of which the query's own holds one or two visible ones: all are selected.
     counts = (limited[5].selection[0] >= 0).sum(-1).tolist()
     assert counts == [min(query + 1, 6 if query % 2 else 5) for query in range(40)]
+
+
+# ------------------------------------------------------------------ chunks
+
+
+def select(indexer: Indexer, length: int, blocks: Tensor | None, seed: int) -> tuple[Tensor, Tensor | None]:
+    """The selection for two random rows, the second with padding."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = length // indexer.ratio
+    x = torch.randn(2, length, indexer.weights_proj.in_features, generator=generator)
+    q_latent = torch.randn(2, length, indexer.wq_b.in_features, generator=generator)
+    keys = torch.randn(2, positions, indexer.width, generator=generator)
+    table = torch.polar(torch.ones(length, 4), torch.rand(length, 4, generator=generator))
+    groups = torch.arange(positions) < torch.tensor([[positions], [positions * 3 // 4]])
+    return indexer(x, q_latent, keys, table, groups, blocks)
+
+
+@pytest.mark.parametrize("layer", [1, 4, 5], ids=["full", "candidate source", "obeys candidates"])
+def test_chunks_and_gathering_select_the_same(
+    tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    config = tiny_config(candidate_topk_blocks=3, candidate_block_size=4, index_topk=7).text_config
+    torch.manual_seed(5)
+    source, indexer = Indexer(config, 4), Indexer(config, layer)
+    for parameter in (*source.parameters(), *indexer.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3)
+    length = 90
+    _, blocks = select(source, length, None, seed=1)
+    assert blocks is not None
+    gathered = 0
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal gathered
+        gathered += 1
+        return inside(*args)
+
+    inside = indexer.select_inside
+    monkeypatch.setattr(indexer, "select_inside", counted)
+    results = []
+    for chunk_bytes, cost in ((1 << 30, 10**6), (1, 10**6), (1, 0), (1 << 30, 0)):
+        monkeypatch.setattr("dsv41.indexer.CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("dsv41.indexer.GATHER_COST", cost)
+        results.append(select(indexer, length, blocks if layer == 5 else None, seed=2))
+    assert bool(gathered) == (layer == 5), "only a layer with candidates gathers, and it has"
+    for selection, kept in results[1:]:
+        assert torch.equal(selection, results[0][0])
+        assert (kept is None) == (results[0][1] is None)
+        assert kept is None or torch.equal(kept, results[0][1])

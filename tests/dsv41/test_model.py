@@ -22,7 +22,7 @@ Models = Callable[..., DeepseekV41ForCausalLM]
 
 # The dense experts run the same matrix products whatever the tokens; "loop" batches tokens per expert, and products of
 # other heights may round differently.
-DENSE = BackendConfig(experts="dense")
+DENSE = BackendConfig(attn="eager", experts="dense")
 NO_ENGRAM: dict[str, Any] = {"engram_layer_ids": [], "engram_num_embeddings": []}
 RATIOS = {ratio: {"compress_ratios": [0, ratio, ratio, ratio, 1, 1]} for ratio in (2, 3, 4)} | {
     1: {"compress_ratios": [0, 1, 1, 1, 1, 1]}
