@@ -16,8 +16,7 @@ from lightning_modules.parallelize import ParallelOptions
 
 SCRIPT = Path(__file__).with_name("parallelize_checks.py")
 
-# One worker launches, so that no two launches share the cores.
-pytestmark = pytest.mark.xdist_group("parallelize")
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
@@ -31,7 +30,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]

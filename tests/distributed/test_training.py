@@ -30,7 +30,7 @@ from dsv41.config import IGNORE_INDEX
 from lightning_modules.cli import get_cli
 from lightning_modules.data.sampler import Position, ResumableBatchSampler
 
-pytestmark = [pytest.mark.xdist_group("training"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(1800)
 
 SCRIPT = Path(__file__).with_name("training_checks.py")
 # What each launch runs, in this order: ranks (None is without the strategy) and checks.
@@ -65,7 +65,7 @@ def launches(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, f"{name}:\n{done.stderr[-8000:]}"
