@@ -31,7 +31,8 @@ from dsv41.precision import full_precision, widen
 # At 512 channels, top-k 512 and 1024 positions, 0, 1, 2 and 4 take 3.1, 2.0, 0.89 and 0.86 s (benchmarks/attention.py).
 ALPHA = 2
 BLOCK = 16  # queries that share a view of window keys; b + W - 1 keys are read for W that are needed
-GATHER_BYTES = 8 << 20  # of gathered keys at a time
+CHUNK = 4 * BLOCK  # queries at most: what the last of a chunk sees, the first has to mask
+GATHER_BYTES = 8 << 20  # of gathered fp32 keys at a time, where a chunk of one block allows it
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def _chunks(q: Tensor, compressed: Tensor | None, selection: Tensor | None, rati
     batch, length, _, width = q.shape
     count = 0 if selection is None else selection.shape[-1]
     row = max(count, 1) * width * batch * 4
-    size = max(BLOCK, min(4 * BLOCK, GATHER_BYTES // row) // BLOCK * BLOCK)
+    size = max(BLOCK, min(CHUNK, GATHER_BYTES // row) // BLOCK * BLOCK)
     for start in range(0, length, size):
         stop = min(start + size, length)
         visible = 0 if compressed is None else min(stop // ratio, compressed.shape[1])
@@ -74,7 +75,6 @@ class _Views:
     """
 
     def __init__(self, q: Tensor, kv: Tensor, compressed: Tensor | None, selection: Tensor | None, window: int) -> None:
-        self.q = q
         self.batch, self.length, self.heads, self.width = q.shape
         self.span = BLOCK + window - 1
         self.before = window - 1
@@ -100,18 +100,19 @@ class _Views:
         return rows.reshape(-1, BLOCK * self.heads, *rows.shape[3:])
 
     def window_keys(self, chunk: _Chunk) -> Tensor:
-        """Keys of every block of a chunk: a view [B, c / b, b + W - 1, D]."""
+        """Keys of every block of a chunk [B * c / b, b + W - 1, D]; a view for a single row."""
         count = -(-(chunk.stop - chunk.start) // BLOCK)
         stride = self.padded.stride()
-        return self.padded.as_strided(
+        blocks = self.padded.as_strided(
             (self.batch, count, self.span, self.width),
             (stride[0], BLOCK * stride[1], stride[1], 1),
             self.padded.storage_offset() + chunk.start * stride[1],
         )
+        return blocks.flatten(0, 1)
 
     def window_logits(self, rows: Tensor, keys: Tensor, chunk: _Chunk) -> Tensor:
         """Masked logits [B, c, H, b + W - 1] of scaled queries."""
-        logits = torch.bmm(self.blocks(rows), keys.flatten(0, 1).transpose(1, 2))
+        logits = torch.bmm(self.blocks(rows), keys.transpose(1, 2))
         logits = logits.view(self.batch, -1, BLOCK, self.heads, self.span).add_(self.band)
         for block in range(logits.shape[1]):
             # Positions before the first one: rows of zeros, which are no keys.
@@ -178,7 +179,7 @@ class _SparseAttention(torch.autograd.Function):
                 top = torch.maximum(top, far.amax(-1))
             near = near.sub_(top.unsqueeze(-1)).exp_()
             total = near.sum(-1) + (wide_sink - top).exp()
-            mixed = torch.bmm(views.blocks(near), keys.flatten(0, 1)).view(rows.shape)
+            mixed = torch.bmm(views.blocks(near), keys).view(rows.shape)
             if chunk.visible:
                 far = far.sub_(top.unsqueeze(-1)).exp_()
                 total += far.sum(-1)
@@ -213,8 +214,8 @@ class _SparseAttention(torch.autograd.Function):
                 count = chunk.stop - chunk.start
                 norm = F.pad(lse[:, chunk.start : chunk.stop], (0, 0, 0, rows.shape[1] - count)).unsqueeze(-1)
 
-                keys = views.window_keys(chunk).flatten(0, 1)
-                near = views.window_logits(rows, views.window_keys(chunk), chunk).sub_(norm).exp_()
+                keys = views.window_keys(chunk)
+                near = views.window_logits(rows, keys, chunk).sub_(norm).exp_()
                 d_near = torch.bmm(views.blocks(d_rows), keys.transpose(1, 2)).view(near.shape)
                 # The mean of the weights' gradients, from the weights: the output may have been rounded to bf16.
                 mean = (near * d_near).sum(-1, keepdim=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv41.sharding import local_rows
+from lightning_modules.listing import first_few
 
 
 class NonFiniteError(RuntimeError):
@@ -23,10 +24,6 @@ def _not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> list[str]:
     ]
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def require_finite_loss(loss: Tensor, module: nn.Module, step: int) -> None:
     """Raise `NonFiniteError` if the scalar `loss` is not finite, naming the parameters that are not.
 
@@ -35,7 +32,7 @@ def require_finite_loss(loss: Tensor, module: nn.Module, step: int) -> None:
     if bool(torch.isfinite(loss)):
         return
     names = _not_finite(module.named_parameters())
-    cause = f"parameters that are not finite: {_some(names)}" if names else "all parameters are finite"
+    cause = f"parameters that are not finite: {first_few(names)}" if names else "all parameters are finite"
     raise NonFiniteError(f"loss is {float(loss.detach())} in optimizer step {step}; {cause}")
 
 
@@ -47,5 +44,7 @@ def require_finite_gradients(norm: Tensor, module: nn.Module, step: int) -> None
     if bool(torch.isfinite(norm)):
         return
     names = _not_finite((name, parameter.grad) for name, parameter in module.named_parameters())
-    cause = f"gradients that are not finite: {_some(names)}" if names else "each gradient is finite, their norm is not"
+    cause = (
+        f"gradients that are not finite: {first_few(names)}" if names else "each gradient is finite, their norm is not"
+    )
     raise NonFiniteError(f"gradient norm is {float(norm)} in optimizer step {step}; {cause}")

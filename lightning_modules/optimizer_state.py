@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsv41.sharding import local_rows
+from lightning_modules.listing import first_few
 
 State = dict[str, Any]
 
@@ -26,16 +27,16 @@ def _relabelled(state: State, labels: dict[Any, Any]) -> State:
     return {"state": {labels[key]: value for key, value in state["state"].items()}, "param_groups": groups}
 
 
-def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Full names of the optimizer's parameters in the order of its groups."""
+def parameters_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters in the order of its groups, by their full names in `module`."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def named_state(module: nn.Module, optimizer: Optimizer) -> State:
     """`optimizer.state_dict()` with full names of `module`'s parameters for their numbers. Tensors are not copied."""
     state = optimizer.state_dict()
-    return _relabelled(state, dict(zip(_order(state), parameter_names(module, optimizer), strict=True)))
+    return _relabelled(state, dict(zip(_order(state), parameters_by_name(module, optimizer), strict=True)))
 
 
 def numbered_state(named: State) -> State:
@@ -52,7 +53,7 @@ def require_same_groups(module: nn.Module, optimizer: Optimizer, named: State) -
             different = sorted(set(own["params"]) ^ set(stored["params"])) or ["the order"]
             raise ValueError(
                 f"ckpt_path: group {own.get('name')!r} of the optimizer has other parameters in the checkpoint "
-                f"({', '.join(different[:5])}); were some frozen or freed since?"
+                f"({first_few(different)}); were some frozen or freed since?"
             )
     if len(here) != len(there):
         raise ValueError(

@@ -37,6 +37,7 @@ from dsv41.attention import DeepseekV41Attention
 from dsv41.engram_table import EngramTable
 from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block, DeepseekV41ForCausalLM
+from lightning_modules.listing import first_few
 
 MixedPrecision = Literal["bf16", "none"]
 
@@ -180,10 +181,9 @@ def require_sharded(parent: nn.Module, mesh: DeviceMesh) -> None:
 
 def _refuse(names: Iterable[str]) -> None:
     if wrong := list(names):
-        listed = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise ValueError(
-            f"trainable parameters that are sharded by nobody, so that ranks would drift apart: {listed}; put them "
-            "into a child module of the LightningModule before setup, or freeze them"
+            "trainable parameters that are sharded by nobody, so that ranks would drift apart: "
+            f"{first_few(wrong)}; put them into a child module of the LightningModule before setup, or freeze them"
         )
 
 

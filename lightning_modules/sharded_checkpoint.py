@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_modules.files import is_complete
+from lightning_modules.listing import first_few
 from lightning_modules.optimizer_state import numbered_state
 
 META = "meta.pt"
@@ -110,11 +111,6 @@ def _stored(folder: Path) -> dict[tuple[Any, ...], TensorStorageMetadata]:
     }
 
 
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
-
-
 def require_same_tensors(
     path: Path, stored: dict[str, tuple[int, ...]], state_dict: dict[str, Tensor], strict: bool
 ) -> None:
@@ -127,9 +123,9 @@ def require_same_tensors(
     ]
     if strict:
         if missing := own.keys() - stored.keys():
-            problems.append(f"missing there: {_some(missing)}")
+            problems.append(f"missing there: {first_few(sorted(missing))}")
         if unexpected := stored.keys() - own.keys():
-            problems.append(f"unknown here: {_some(unexpected)}")
+            problems.append(f"unknown here: {first_few(sorted(unexpected))}")
     if problems:
         raise ValueError(f"ckpt_path: the tensors of {path} are not the model's: " + "; ".join(problems[:6]))
 
@@ -144,7 +140,7 @@ def read_model(folder: Path, targets: dict[str, Tensor]) -> None:
     dcp.load({"state_dict": targets}, storage_reader=dcp.FileSystemReader(folder))
 
 
-def read_optimizer(folder: Path, index: int, parameters: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Any]:
+def read_optimizer(folder: Path, index: int, parameters: Mapping[str, Tensor], plain: dict[str, Any]) -> dict[str, Any]:
     """Read the state of an optimizer. Called by all ranks.
 
     Args:
@@ -170,10 +166,13 @@ def read_optimizer(folder: Path, index: int, parameters: dict[str, Tensor], plai
         tensors.setdefault(name, {})[key] = target
     if tensors:
         dcp.load({f"optimizer_{index}": {"state": tensors}}, storage_reader=dcp.FileSystemReader(folder))
-    state = {name: dict(entries) for name, entries in plain["state"].items()}
-    for name, entries in tensors.items():
-        state.setdefault(name, {}).update(entries)
-    return plain | {"state": state}
+    return _rejoined(plain, tensors)
+
+
+def _rejoined(plain: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
+    """An optimizer's state of which `split_tensors` has made two parts."""
+    names = plain["state"].keys() | tensors.keys()
+    return plain | {"state": {name: plain["state"].get(name, {}) | tensors.get(name, {}) for name in names}}
 
 
 def read_whole(folder: Path) -> dict[str, Any]:
@@ -195,10 +194,8 @@ def read_whole(folder: Path) -> dict[str, Any]:
     checkpoint["state_dict"] = tensors["state_dict"]
     optimizers = []
     for index, plain in enumerate(checkpoint.get("optimizer_states", [])):
-        state = {name: dict(entries) for name, entries in plain["state"].items()}
-        for name, entries in tensors.get(f"optimizer_{index}", {"state": {}})["state"].items():
-            state.setdefault(name, {}).update(entries)
-        optimizers.append(numbered_state(plain | {"state": state}))
+        stored = tensors.get(f"optimizer_{index}", {"state": {}})["state"]
+        optimizers.append(numbered_state(_rejoined(plain, stored)))
     if optimizers:
         checkpoint["optimizer_states"] = optimizers
     return checkpoint

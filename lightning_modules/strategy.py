@@ -40,7 +40,7 @@ from lightning_modules.files import begin_folder, discard, publish_folder
 from lightning_modules.optimizer_state import (
     named_state,
     numbered_state,
-    parameter_names,
+    parameters_by_name,
     require_same_groups,
     sharded_state,
 )
@@ -364,11 +364,8 @@ class EngramFSDPStrategy(ModelParallelStrategy):
             stored = checkpoint["optimizer_states"][index]
             if self._restored_from.is_dir():
                 require_same_groups(self.lightning_module, optimizer, stored)
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                names = parameter_names(self.lightning_module, optimizer)
-                named = sharded_checkpoint.read_optimizer(
-                    self._restored_from, index, dict(zip(names, parameters, strict=True)), stored
-                )
+                parameters = parameters_by_name(self.lightning_module, optimizer)
+                named = sharded_checkpoint.read_optimizer(self._restored_from, index, parameters, stored)
                 optimizer.load_state_dict(numbered_state(named))
             else:
                 optimizer.load_state_dict(sharded_state(optimizer, stored))

@@ -74,16 +74,6 @@ def share_of(batch: list[int], rank: int, world_size: int) -> list[int]:
     return mine + [NO_ROW] * (-(-len(batch) // world_size) - len(mine))
 
 
-def _check_ranks(rows: int, batch_size: int, rank: int, world_size: int) -> None:
-    for name, value in (("rows", rows), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
-    if batch_size < world_size:
-        raise ValueError(f"batch_size must be at least the number of processes, {world_size}, got {batch_size}")
-
-
 class OrderedBatchSampler(Sampler[list[int]]):
     """Batches of row numbers in their order, for validation and test; the last may be smaller.
 
@@ -98,23 +88,36 @@ class OrderedBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(self, rows: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        _check_ranks(rows, batch_size, rank, world_size)
+        for name, value in (("rows", rows), ("batch_size", batch_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
+        if batch_size < world_size:
+            raise ValueError(f"batch_size must be at least the number of processes, {world_size}, got {batch_size}")
         self.rows = rows
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
 
     def __len__(self) -> int:
-        """Batches, the same number for every rank."""
+        """Batches in a whole epoch, the same number for every rank, also when the next iteration begins inside one.
+
+        Lightning compares this number with its own counter of the epoch's batches to find the end of the epoch.
+        """
         return -(-self.rows // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for begin in range(0, self.rows, self.batch_size):
-            batch = list(range(begin, min(begin + self.batch_size, self.rows)))
+        yield from self._shares(np.arange(self.rows), 0)
+
+    def _shares(self, order: np.ndarray, first: int) -> Iterator[list[int]]:
+        """This rank's part of the batches of an order, from batch number `first` on."""
+        for number in range(first, len(self)):
+            batch = order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
             yield share_of(batch, self.rank, self.world_size)
 
 
-class ResumableBatchSampler(Sampler[list[int]]):
+class ResumableBatchSampler(OrderedBatchSampler):
     """Batches of row numbers, in an order that depends on the seed and the epoch only; the last may be smaller.
 
     Args:
@@ -139,22 +142,11 @@ class ResumableBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        _check_ranks(rows, batch_size, rank, world_size)
+        super().__init__(rows, batch_size, rank, world_size)
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
-        self.rows = rows
-        self.batch_size = batch_size
         self.seed = seed
         self.position = position
-        self.rank = rank
-        self.world_size = world_size
-
-    def __len__(self) -> int:
-        """Batches in a whole epoch, also when the next iteration begins inside one.
-
-        Lightning compares this number with its own counter of the epoch's batches to find the end of the epoch.
-        """
-        return -(-self.rows // self.batch_size)
 
     def order(self, epoch: int) -> np.ndarray:
         """The rows of one epoch.
@@ -173,9 +165,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
             return
         epoch, batches = position
         order = self.order(epoch)
-        for number in range(batches, len(self)):
-            batch = order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
-            yield share_of(batch, self.rank, self.world_size)
+        yield from self._shares(order, batches)
 
 
 class SharedLoader:

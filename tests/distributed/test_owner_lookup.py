@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dsv41.sharding import owned_rows
 
+pytestmark = pytest.mark.timeout(900)
+
 SCRIPT = Path(__file__).with_name("owner_lookup_checks.py")
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def results(request: pytest.FixtureRequest, run_checks: Callable[[Path, int], dict[str, list[float]]]) -> Any:
     """Deviations per check and rank; one launch for all checks."""
-    ranks = request.param
-    out = tmp_path_factory.mktemp("owner") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    found: dict[str, list[float]] = json.loads(out.read_text())
-    assert all(len(values) == ranks for values in found.values())
-    return found
+    return run_checks(SCRIPT, request.param)
 
 
 @pytest.mark.parametrize(

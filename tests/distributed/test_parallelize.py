@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +17,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def results(request: pytest.FixtureRequest, run_checks: Callable[[Path, int], dict[str, list[float]]]) -> Any:
     """Deviations per check and rank; one launch for all checks."""
-    ranks = request.param
-    out = tmp_path_factory.mktemp("parallelize") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    found: dict[str, list[float]] = json.loads(out.read_text())
-    assert all(len(values) == ranks for values in found.values())
-    return found
+    return run_checks(SCRIPT, request.param)
 
 
 # 0 is bit-equal. What a factor or a missing term would do lies far above the bounds of float64, which

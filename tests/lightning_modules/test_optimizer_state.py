@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from lightning_modules.optimizer_state import (
     named_state,
     numbered_state,
-    parameter_names,
+    parameters_by_name,
     require_same_groups,
     sharded_like,
     sharded_state,
@@ -70,7 +70,7 @@ def require_equal(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 def test_a_state_by_name_lists_the_groups_and_only_what_had_a_gradient(net: Net, optimizer: AdamW) -> None:
     named = named_state(net, optimizer)
-    assert parameter_names(net, optimizer) == NAMES
+    assert list(parameters_by_name(net, optimizer)) == NAMES
     assert [group["params"] for group in named["param_groups"]] == [NAMES[:2], NAMES[2:]]
     assert [group["weight_decay"] for group in named["param_groups"]] == [0.1, 0.0]
     assert named["state"].keys() == {"first.weight", "first.bias"}

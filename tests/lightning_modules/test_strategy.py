@@ -71,3 +71,22 @@ def test_a_batch_has_a_row_for_every_process(nano_cli: Callable[..., DeepseekV41
     data.trainer = SimpleNamespace(distributed_sampler_kwargs={"rank": 2, "num_replicas": 3})
     with pytest.raises(ValueError, match=r"^data.batch_size: must be at least the number of processes, 3, .* got 2$"):
         data.setup("fit")
+
+
+def test_gradients_wait_for_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+
+    class Unit(torch.nn.Module):
+        def set_requires_gradient_sync(self, wanted: bool) -> None:
+            calls.append(wanted)
+
+    monkeypatch.setattr("lightning_modules.strategy.FSDPModule", Unit)
+    strategy = EngramFSDPStrategy()
+    parent: Any = torch.nn.ModuleDict({"model": Unit(), "other": torch.nn.Linear(1, 1)})
+    strategy._lightning_module = parent
+    with strategy.block_backward_sync():
+        assert calls == [False]
+    assert calls == [False, True]
+    with pytest.raises(RuntimeError, match="lost"), strategy.block_backward_sync():
+        raise RuntimeError("lost")
+    assert calls[-1], "an error leaves nothing blocked"
