@@ -171,7 +171,8 @@ def read_optimizer(folder: Path, index: int, parameters: Mapping[str, Tensor], p
 
 def _rejoined(plain: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
     """An optimizer's state of which `split_tensors` has made two parts."""
-    names = plain["state"].keys() | tensors.keys()
+    # Not a set, whose order differs between processes: tensors are collected in this order, by all ranks at once.
+    names = [*plain["state"], *(name for name in tensors if name not in plain["state"])]
     return plain | {"state": {name: plain["state"].get(name, {}) | tensors.get(name, {}) for name in names}}
 
 
