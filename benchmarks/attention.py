@@ -4,8 +4,9 @@
 
 Every implementation gets the same queries, keys and selections (random positions, as scattered as they come). They run
 in turn, several rounds, one thread; shown are medians of the process's CPU time, so that other work on the machine
-matters little, and the largest amount of memory that torch's allocator held beyond the inputs. `--alpha` compares
-thresholds below which the sparse core scores all visible positions instead of gathering the selected ones.
+matters little, and the largest amount of memory that torch's allocator held beyond the inputs (see `measure.py`).
+`--alpha` compares thresholds below which the sparse core scores all visible positions instead of gathering the
+selected ones.
 
 What grows with what: "eager" and "sdpa" with the square of the length, in time and memory; "sparse" with the length.
 """
@@ -13,17 +14,12 @@ What grows with what: "eager" and "sdpa" with the square of the length, in time 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measure import median_seconds, peak_bytes, write_json
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from dsv41 import sparse_attention
 from dsv41.attention import attention_core
@@ -45,30 +41,19 @@ def inputs(length: int, options: argparse.Namespace) -> tuple[list[Tensor], Tens
     return tensors, stable_topk(scores, options.topk), torch.ones(1, length, dtype=torch.bool)
 
 
-def step(implementation: str, length: int, options: argparse.Namespace) -> Callable[[], None]:
+def step(implementation: str, alpha: int, length: int, options: argparse.Namespace) -> Callable[[], None]:
     """One forward and backward."""
     tensors, selection, live = inputs(length, options)
     leaves = [tensor.requires_grad_() for tensor in tensors]
     core = attention_core(options.heads, options.window, options.ratio, implementation)
 
     def run() -> None:
+        sparse_attention.ALPHA = alpha
         for leaf in leaves:
             leaf.grad = None
         core(*leaves, selection, live).sum().backward()
 
     return run
-
-
-def peak_bytes(run: Callable[[], None]) -> int:
-    """Largest running sum of what the allocator gave and took back."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
-    held = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def main() -> None:
@@ -87,17 +72,10 @@ def main() -> None:
         kinds = [("eager", 0), ("sdpa", 0), *kinds]
     rows = []
     for length in options.lengths:
-        steps = {kind: step(kind[0], length, options) for kind in kinds}
-        times: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
-        for _ in range(options.rounds + 1):
-            for kind, run in steps.items():
-                sparse_attention.ALPHA = kind[1]
-                begin = time.process_time()
-                run()
-                times[kind].append(time.process_time() - begin)
+        steps = {kind: step(*kind, length, options) for kind in kinds}
+        taken = median_seconds(steps, options.rounds)
         for kind, run in steps.items():
-            sparse_attention.ALPHA = kind[1]
-            seconds = statistics.median(times[kind][1:])
+            seconds = taken[kind]
             name = kind[0] if kind[0] != "sparse" else f"sparse, alpha {kind[1]}"
             rows.append({"length": length, "core": name, "ms": seconds * 1e3, "peak_mb": peak_bytes(run) / 1e6})
             first = next(row for row in rows if row["length"] == length)
@@ -107,10 +85,7 @@ def main() -> None:
                 f"{faster:>8.1f}x time {smaller:>8.1f}x memory",
                 flush=True,
             )
-    if options.json:
-        machine = {"cpu": platform.processor(), "torch": torch.__version__, "threads": 1, "load": os.getloadavg()}
-        sizes = {name: getattr(options, name) for name in ("heads", "width", "topk", "window", "ratio", "rounds")}
-        options.json.write_text(json.dumps({"machine": machine, "sizes": sizes, "rows": rows}, indent=1))
+    write_json(options.json, vars(options), rows)
 
 
 if __name__ == "__main__":
