@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 AttentionBackend = Literal["sparse", "sdpa", "eager"]
-ExpertsBackend = Literal["loop", "dense"]
+ExpertsBackend = Literal["auto", "loop", "grouped", "dense"]
+LossBackend = Literal["chunked", "full"]
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,15 @@ class BackendConfig:
         attn: "sparse" reads only the keys that are attended, so that time and memory grow with the length, not with its
             square; "eager" writes the attention out over a dense mask and is the reference; "sdpa" hands the same mask
             to torch's scaled_dot_product_attention.
-        experts: "loop" runs each expert on its own tokens; "dense" runs every expert on every token and is the
-            reference (its result for a token does not even round differently when other tokens change).
+        experts: "loop" sorts tokens by expert and runs one expert after another; "grouped" runs all of them in one
+            grouped matrix product; "auto" is "grouped" on CUDA and "loop" elsewhere. "dense" runs every expert on every
+            token and is the reference (its result for a token does not even round differently when other tokens
+            change).
+        loss: "chunked" makes loss and gradients from the logits of a few positions at a time and keeps none, so that
+            `logits` is None where labels are given; "full" makes all logits first and returns them beside the loss.
         compile_engram: Run the Engram gate through `dsv41.engram.compile_engram_gate` (whole process).
+        compile_hc: Run the mixing of the residual streams through `dsv41.hyper_connections.compile_expand` (whole
+            process).
         gradient_checkpointing: Recompute each block in the backward pass instead of storing its activations.
         strict_validation: Check token and table ids on the host, with readable errors. Off, CUDA inputs are checked
             by device-side asserts instead, which costs no synchronisation. CPU inputs are always checked.
@@ -29,12 +36,15 @@ class BackendConfig:
     """
 
     attn: AttentionBackend = "sparse"
-    experts: ExpertsBackend = "loop"
+    experts: ExpertsBackend = "auto"
+    loss: LossBackend = "chunked"
     compile_engram: bool = False
+    compile_hc: bool = False
     gradient_checkpointing: bool = False
     strict_validation: bool = True
 
     def __post_init__(self) -> None:
-        for field, choices in (("attn", get_args(AttentionBackend)), ("experts", get_args(ExpertsBackend))):
+        choices_of = {"attn": AttentionBackend, "experts": ExpertsBackend, "loss": LossBackend}
+        for field, choices in ((field, get_args(kind)) for field, kind in choices_of.items()):
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field}: must be one of {choices}, got {getattr(self, field)!r}")

@@ -34,6 +34,7 @@ from dsv41.engram_hash import DeepseekV41NgramHash, check_integer_ids, fast_back
 from dsv41.engram_table import EngramTable
 from dsv41.hyper_connections import HyperConnection, collapse, expand
 from dsv41.initialization import initialize_parameters
+from dsv41.loss import causal_lm_loss, chunked_causal_lm_loss
 from dsv41.moe import DeepseekV41MoE
 from dsv41.norm import RMSNorm
 from dsv41.precision import full_precision, widen
@@ -69,10 +70,10 @@ class DeepseekV41Block(nn.Module):
             if layer_idx in config.active_engram_layer_ids
             else None
         )
-        self.attn_hc = HyperConnection(config)
+        self.attn_hc = HyperConnection(config, backend)
         self.attn_norm = RMSNorm(hidden, eps)
         self.attn = DeepseekV41Attention(config, layer_idx, backend)
-        self.ffn_hc = HyperConnection(config)
+        self.ffn_hc = HyperConnection(config, backend)
         self.ffn_norm = RMSNorm(hidden, eps)
         self.ffn = DeepseekV41MoE(config, backend)
 
@@ -112,17 +113,14 @@ class DeepseekV41Block(nn.Module):
             ids = engram_hash_ids[:, :, self.engram.layer_hash_index]
             hidden_states = self.engram(hidden_states, ids, remembers)
 
-        next_mix, post, comb = self.attn_hc(hidden_states)
-        x = self.attn_norm(collapse(hidden_states, pre_mix))
-        y, state = self.attn(x, state, position_ids, token_mask)
+        x, pre_mix, post, comb = self.attn_hc(hidden_states, pre_mix)
+        y, state = self.attn(self.attn_norm(x), state, position_ids, token_mask)
         hidden_states = expand(y, hidden_states, post, comb)
-        pre_mix = next_mix
 
-        next_mix, post, comb = self.ffn_hc(hidden_states)
-        x = self.ffn_norm(collapse(hidden_states, pre_mix))
-        y = self.ffn(x, token_mask, image_mask)
+        x, pre_mix, post, comb = self.ffn_hc(hidden_states, pre_mix)
+        y = self.ffn(self.ffn_norm(x), token_mask, image_mask)
         hidden_states = expand(y, hidden_states, post, comb)
-        return hidden_states, next_mix, state
+        return hidden_states, pre_mix, state
 
 
 class DeepseekV41Model(nn.Module):
@@ -394,7 +392,8 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
 
         Returns:
             `loss`: mean cross-entropy in nats over live shifted labels (0 if there are none), or None.
-            `logits`: at least fp32 [B, kept, V]. `hidden_states`: tuple as asked for, or None.
+            `logits`: at least fp32 [B, kept, V]; None with labels and ``BackendConfig(loss="chunked")``.
+            `hidden_states`: tuple as asked for, or None.
 
         Raises:
             ValueError: Wrong shape, dtype or range, or `labels` together with `logits_to_keep`.
@@ -404,8 +403,12 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
             if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
                 raise ValueError("logits_to_keep: must be 0 when labels are given, since the loss needs every position")
         hidden, streams = self.model(input_ids, position_ids, attention_mask, None, output_hidden_states)
-        logits = self.project(select_positions(hidden, logits_to_keep))
-        loss = None if labels is None else causal_lm_loss(logits, labels)
+        loss, logits = None, None
+        if labels is not None and self.backend.loss == "chunked":
+            loss = chunked_causal_lm_loss(hidden, self.lm_head.weight, labels)
+        else:
+            logits = self.project(select_positions(hidden, logits_to_keep))
+            loss = None if labels is None else causal_lm_loss(logits, labels)
         states = (streams or ()) + ((hidden,) if return_hidden_states else ())
         return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states or None)
 
@@ -435,23 +438,3 @@ def check_labels(labels: Tensor, input_ids: Tensor, vocab_size: int) -> None:
         raise ValueError(f"labels: must have the shape of input_ids {list(input_ids.shape)}, got {list(labels.shape)}")
     live = torch.where(labels == IGNORE_INDEX, torch.zeros_like(labels), labels)
     check_integer_ids(live, f"labels (apart from {IGNORE_INDEX})", vocab_size, strict=not labels.is_cuda)
-
-
-def causal_lm_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    """Next-token cross-entropy in nats.
-
-    Args:
-        logits: [B, S, V], at least fp32; position p predicts label p + 1.
-        labels: int64 [B, S], -100 where ignored.
-        reduction: "mean" over live labels (0 if there are none) or "sum".
-
-    Returns:
-        Scalar.
-    """
-    targets = labels[:, 1:].reshape(-1).long()
-    total = F.cross_entropy(
-        logits[:, :-1].reshape(-1, logits.shape[-1]), targets, ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-    if reduction == "sum":
-        return total
-    return total / (targets != IGNORE_INDEX).sum().clamp_min(1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dsv41.backend import BackendConfig
 from dsv41.config import DeepseekV41TextConfig
+from dsv41.experts import expert_products, swiglu
 from dsv41.initialization import NamedDraws
 from dsv41.precision import full_precision, widen
 
@@ -23,14 +24,6 @@ def sqrt_softplus(x: Tensor) -> Tensor:
     """
     low = (0.5 * x.clamp(max=-40.0)).exp()
     return torch.where(x < -40.0, low, F.softplus(x.clamp(min=-40.0)).sqrt())
-
-
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """``silu(min(gate, L)) * clamp(up, -L, L)``, at least fp32; L = 0 does not clamp."""
-    gate, up = widen(gate), widen(up)
-    if limit > 0:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return F.silu(gate) * up
 
 
 class Router(nn.Module):
@@ -101,7 +94,7 @@ class Experts(nn.Module):
         count, width, hidden = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
         self.limit = config.swiglu_limit
         self.initializer_range = config.initializer_range
-        self.dense = backend.experts == "dense"
+        self.implementation = backend.experts
         self.w1 = nn.Parameter(torch.empty(count, width, hidden))
         self.w2 = nn.Parameter(torch.empty(count, hidden, width))
         self.w3 = nn.Parameter(torch.empty(count, width, hidden))
@@ -111,10 +104,6 @@ class Experts(nn.Module):
         """Each expert is drawn by its own index, so that more experts leave the first ones as they are."""
         for name in ("w1", "w2", "w3"):
             draws.normal_stack_(getattr(self, name), name, self.initializer_range)
-
-    def _expert(self, x: Tensor, weight: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        inner = swiglu(F.linear(x, w1), F.linear(x, w3), self.limit) * weight
-        return widen(F.linear(inner.to(x.dtype), w2))
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts.
@@ -127,28 +116,14 @@ class Experts(nn.Module):
         Returns:
             [N, H], at least fp32.
         """
-        out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
-        matrices = zip(self.w1.unbind(0), self.w2.unbind(0), self.w3.unbind(0), strict=True)
-        if self.dense:
-            for index, (w1, w2, w3) in enumerate(matrices):
-                share = (weights * (experts == index)).sum(-1, keepdim=True)
-                out = out + self._expert(x, share, w1, w2, w3)
-            return out
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        counts = torch.bincount(flat + 1, minlength=len(self.w1) + 1).tolist()
-        tokens = order // experts.shape[1]
-        shares = weights.flatten()[order].unsqueeze(-1)
-        start = counts[0]
-        for index, ((w1, w2, w3), count) in enumerate(zip(matrices, counts[1:], strict=True)):
-            # The first expert runs on zero tokens too, so that the matrices get a gradient in every batch.
-            if count == 0 and index > 0:
-                continue
-            rows = tokens[start : start + count]
-            result = self._expert(x[rows], shares[start : start + count], w1, w2, w3)
-            out = out.index_add(0, rows, result)
-            start += count
-        return out
+        operands: list[Tensor] = [x, self.w1, self.w2, self.w3]
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            operands = [operand.to(torch.get_autocast_dtype(device)) for operand in operands]
+        x, w1, w2, w3 = operands
+        with full_precision(x):
+            products = expert_products(self.implementation, x, w1.shape[1])
+            return products(x, experts, weights, w1, w2, w3, self.limit)
 
 
 class SharedExpert(nn.Module):

@@ -14,8 +14,7 @@
    The small fp32 units keep their gathered parameters until backward. With ``mixed_precision: none`` every unit has the
    parameters' own dtype. Inputs and outputs of units are never cast, so the carried mixing coefficients stay fp32.
 4. Materialisation of what is on the meta device, and initial values by name: no rank ever draws or holds more of a
-table
-   than its rows.
+   table than its rows.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ from dsv41.config import IGNORE_INDEX
 from dsv41.engram import DeepseekV41Engram
 from dsv41.engram_table import EngramTable
 from dsv41.hyper_connections import HyperConnection
-from dsv41.model import DeepseekV41Block, DeepseekV41Model, causal_lm_loss
+from dsv41.loss import causal_lm_loss
+from dsv41.model import DeepseekV41Block, DeepseekV41Model
 from dsv41.moe import Experts, Router, SharedExpert
 from dsv41.sharding import local_rows, owned_rows
 from lightning_modules.parallelize import ParallelOptions, parallelize

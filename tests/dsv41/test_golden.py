@@ -14,9 +14,10 @@ from dsv41.checkpoint import released_slots
 from dsv41.indexer import membership
 
 BACKENDS = [
-    pytest.param(BackendConfig(attn="eager"), id="eager"),
+    pytest.param(BackendConfig(attn="eager", loss="full"), id="eager"),
     pytest.param(BackendConfig(attn="sdpa", experts="dense"), id="sdpa-dense"),
-    pytest.param(BackendConfig(attn="sparse"), id="sparse"),
+    pytest.param(BackendConfig(attn="sparse", experts="grouped"), id="sparse-grouped"),
+    pytest.param(BackendConfig(), id="default"),
     pytest.param(BackendConfig(gradient_checkpointing=True), id="recompute"),
 ]
 
@@ -46,6 +47,9 @@ def run(model: Any, golden: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
     )
     for hook in hooks:
         hook.remove()
+    assert (out.logits is None) == (model.backend.loss == "chunked")
+    if out.logits is None:
+        out.logits = model.project(out.hidden_states[-1])
     return out, seen
 
 

@@ -22,7 +22,8 @@ Models = Callable[..., DeepseekV41ForCausalLM]
 
 # The dense experts run the same matrix products whatever the tokens; "loop" batches tokens per expert, and products of
 # other heights may round differently.
-DENSE = BackendConfig(attn="eager", experts="dense")
+DENSE = BackendConfig(attn="eager", experts="dense", loss="full")
+WITH_LOGITS = BackendConfig(loss="full")
 NO_ENGRAM: dict[str, Any] = {"engram_layer_ids": [], "engram_num_embeddings": []}
 RATIOS = {ratio: {"compress_ratios": [0, ratio, ratio, ratio, 1, 1]} for ratio in (2, 3, 4)} | {
     1: {"compress_ratios": [0, 1, 1, 1, 1, 1]}
@@ -327,7 +328,7 @@ def test_hidden_states_are_returned_as_asked(golden_model: Models) -> None:
 
 
 def test_loss_is_the_mean_over_live_shifted_labels(golden_model: Models) -> None:
-    model, ids = golden_model(), random_ids(3, 8)
+    model, ids = golden_model(backend=WITH_LOGITS), random_ids(3, 8)
     labels = random_ids(3, 8, seed=9)
     labels[0, 3:6] = -100
     labels[1] = -100
@@ -460,14 +461,15 @@ def test_a_bf16_model_keeps_exactly_the_released_fp32_tensors(tiny_model: Models
     for name, buffer in reference.named_buffers():
         assert dict(model.named_buffers())[name].equal(buffer), name
     out = model(random_ids(2, 20), labels=random_ids(2, 20), output_hidden_states=True)
-    assert out.logits.dtype == torch.float32
+    assert model(random_ids(2, 20)).logits.dtype == out.loss.dtype == torch.float32
     assert {streams.dtype for streams in out.hidden_states} == {torch.bfloat16}
     gradients = random_gradients(model, out.loss)
     assert all(gradient is None or gradient.isfinite().all() for gradient in gradients.values())
 
 
-def test_a_plain_cast_to_bf16_runs_and_leaves_integers_alone(golden_model: Models) -> None:
-    model = golden_model()
+@pytest.mark.parametrize("loss", ["chunked", "full"])
+def test_a_plain_cast_to_bf16_runs_and_leaves_integers_alone(golden_model: Models, loss: Any) -> None:
+    model = golden_model(backend=BackendConfig(loss=loss))
     integers = {n: b.clone() for n, b in model.named_buffers() if not b.is_floating_point()}
     assert len(integers) == 4
     model.to(torch.bfloat16)
@@ -477,7 +479,7 @@ def test_a_plain_cast_to_bf16_runs_and_leaves_integers_alone(golden_model: Model
         assert model.get_buffer(name).dtype == torch.int64
     ids = random_ids(2, 20)
     out = model(ids, labels=ids)
-    assert out.logits.dtype == out.loss.dtype == torch.float32
+    assert model(ids).logits.dtype == out.loss.dtype == torch.float32
     gradients = random_gradients(model, out.loss)
     assert all(gradient is None or gradient.isfinite().all() for gradient in gradients.values())
 
@@ -490,7 +492,7 @@ def watched_mixes(model: DeepseekV41ForCausalLM) -> list[torch.dtype]:
 
 
 def test_a_float64_model_is_float64_throughout(golden_model: Models, golden: dict[str, Tensor]) -> None:
-    model = golden_model().double()
+    model = golden_model(backend=WITH_LOGITS).double()
     seen = watched_mixes(model)
     out = model(golden["input_ids"], golden["attention_mask"], labels=golden["labels"], output_hidden_states=True)
     assert {out.logits.dtype, out.loss.dtype, *seen} == {torch.float64}
@@ -503,17 +505,19 @@ def test_a_float64_model_is_float64_throughout(golden_model: Models, golden: dic
     assert not torch.equal(out.logits.float(), golden["logits"])
 
 
-def test_under_autocast_mixes_and_logits_stay_fp32(golden_model: Models) -> None:
-    model = golden_model()
+@pytest.mark.parametrize("loss", ["chunked", "full"])
+def test_under_autocast_mixes_and_logits_stay_fp32(golden_model: Models, loss: Any) -> None:
+    model = golden_model(backend=BackendConfig(loss=loss))
     seen = watched_mixes(model)
     projected: list[torch.dtype] = []
     model.model.layers[0].attn.wq_a.register_forward_hook(lambda _m, _a, out: projected.append(out.dtype))
     ids = random_ids(2, 20)
     with torch.autocast("cpu", torch.bfloat16):
         out = model(ids, labels=ids)
-    assert projected == [torch.bfloat16], "autocast was on"
-    assert seen == [torch.float32] * 12
-    assert out.logits.dtype == out.loss.dtype == torch.float32
+        logits = model(ids).logits
+    assert projected == [torch.bfloat16] * 2, "autocast was on"
+    assert seen == [torch.float32] * 24
+    assert logits.dtype == out.loss.dtype == torch.float32
     gradients = random_gradients(model, out.loss)
     assert all(gradient is None or gradient.isfinite().all() for gradient in gradients.values())
 
