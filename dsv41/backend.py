@@ -19,9 +19,9 @@ class BackendConfig:
             square; "eager" writes the attention out over a dense mask and is the reference; "sdpa" hands the same mask
             to torch's scaled_dot_product_attention.
         experts: "loop" sorts tokens by expert and runs one expert after another; "grouped" runs all of them in one
-            grouped matrix product; "auto" is "grouped" on CUDA and "loop" elsewhere. "dense" runs every expert on every
-            token and is the reference (its result for a token does not even round differently when other tokens
-            change).
+            grouped matrix product; "auto" is "grouped" in bf16 on CUDA and "loop" elsewhere. "dense" runs every expert
+            on every token and is the reference (its result for a token does not even round differently when other
+            tokens change).
         loss: "chunked" makes loss and gradients from the logits of a few positions at a time and keeps none, so that
             `logits` is None where labels are given; "full" makes all logits first and returns them beside the loss.
         compile_engram: Run the Engram gate through `dsv41.engram.compile_engram_gate` (whole process).

@@ -215,10 +215,12 @@ def expert_products(implementation: str, x: Tensor, width: int) -> ExpertProduct
     """What ``BackendConfig.experts`` names.
 
     Args:
-        implementation: "auto" is "grouped" on CUDA, where it can be used, and "loop" elsewhere.
+        implementation: "auto" is "grouped" in bf16 on CUDA, where sizes allow it, and "loop" elsewhere.
         x: Tokens [N, H], in the dtype that the products have.
         width: M.
     """
     if implementation == "auto":
-        implementation = "grouped" if x.is_cuda and _groupable(x.dtype, x.shape[1], width) else "loop"
+        # In other dtypes torch's grouped product on CUDA is a loop itself, and waits for the bounds.
+        possible = x.is_cuda and x.dtype == torch.bfloat16 and _groupable(x.dtype, x.shape[1], width)
+        implementation = "grouped" if possible else "loop"
     return EXPERT_PRODUCTS[implementation]

@@ -2,7 +2,8 @@
 
 `causal_lm_loss` takes logits. `chunked_causal_lm_loss` takes what the head is given and never has the logits of all
 positions at once: it goes through the live positions in chunks, and while the logits of a chunk exist, it makes the
-loss and both gradients from them. Positions without a label are left out before the product with the vocabulary.
+loss and both gradients from them. Positions without a label are left out before the product with the vocabulary; on a
+GPU they get a weight of zero instead, since the host would have to wait to count them.
 
 Memory, beyond hidden states and the gradient of the head's weight: `LOGIT_BYTES`, whatever the length and vocabulary.
 
@@ -22,8 +23,8 @@ from dsv41.config import IGNORE_INDEX
 from dsv41.precision import full_precision, widen
 
 # Of the logits that exist together. Smaller chunks add up the gradient of the head's weight more often.
-LOGIT_BYTES = 32 << 20
-FEWEST_ROWS = 64  # of a chunk, whatever the vocabulary
+LOGIT_BYTES = 16 << 20
+FEWEST_ROWS = 128  # of a chunk, whatever the vocabulary
 
 
 def next_tokens(labels: Tensor) -> Tensor:
@@ -65,8 +66,10 @@ def chunked_causal_lm_loss(hidden: Tensor, weight: Tensor, labels: Tensor, reduc
         Scalar, at least fp32.
     """
     targets = next_tokens(labels).flatten()
+    # How many positions are live is not asked of a GPU, which would have to be waited for.
+    drop_dead = not hidden.is_cuda
     with full_precision(hidden):
-        total = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, torch.is_grad_enabled())
+        total = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, drop_dead, torch.is_grad_enabled())
     return _reduced(total, targets, reduction)
 
 
@@ -77,18 +80,23 @@ def _reduced(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of hidden states [N, H], a weight [V, H] and targets int64 [N]."""
+    """Summed cross-entropy of hidden states [N, H], a weight [V, H] and targets int64 [N].
+
+    Dead positions are left out with `drop_dead`; without it they take part with a weight of zero.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, drop_dead: bool, with_gradients: bool
+    ) -> Tensor:
         dtype = torch.promote_types(widen(hidden).dtype, weight.dtype)
         matrix = weight.to(dtype)
         d_hidden = torch.zeros_like(hidden, dtype=dtype) if with_gradients and ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(matrix) if with_gradients and ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=dtype, device=hidden.device)
-        # On a GPU the number of live positions is not waited for: all take part, the others with a weight of zero.
-        everyone = torch.arange(len(targets), device=hidden.device)
-        rows = everyone if hidden.is_cuda else everyone[targets != IGNORE_INDEX]
+        rows = torch.arange(len(targets), device=hidden.device)
+        if drop_dead:
+            rows = rows[targets != IGNORE_INDEX]
         size = min(len(rows), max(FEWEST_ROWS, LOGIT_BYTES // (len(matrix) * dtype.itemsize)))
         buffer = torch.empty(size, len(matrix), dtype=dtype, device=hidden.device)
         for part in rows.split(max(size, 1)):
@@ -105,7 +113,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 continue
             d_logits = logits.div_(mass)
             d_logits.scatter_add_(-1, target, torch.full_like(mass, -1.0))
-            if hidden.is_cuda:
+            if not drop_dead:
                 d_logits.masked_fill_(dead, 0.0)
             if d_hidden is not None:
                 d_hidden.index_copy_(0, part, d_logits @ matrix)
@@ -120,4 +128,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         scaled = (None if kept is None else kept.mul_(gradients[0]) for kept in ctx.saved_tensors)
         narrow = (None if kept is None else kept.to(dtype) for kept, dtype in zip(scaled, ctx.dtypes, strict=True))
-        return *narrow, None, None
+        return *narrow, None, None, None

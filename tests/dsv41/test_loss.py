@@ -120,6 +120,20 @@ def test_logits_are_made_for_live_positions_only_and_a_few_at_a_time() -> None:
     assert max(size for _, size in watch.made) == VOCABULARY * HIDDEN
 
 
+def test_dead_positions_that_take_part_change_nothing() -> None:
+    hidden, weight, labels = batch()
+    expected = whole(hidden, weight, labels, "sum")
+    with Watch() as watch:
+        loss = module._ChunkedCrossEntropy.apply(
+            hidden.flatten(0, 1), weight, next_tokens(labels).flatten(), False, True
+        )
+    assert sum(watch.rows) == BATCH * LENGTH
+    assert float(loss.detach()) == pytest.approx(float(expected[0]), rel=1e-12)
+    gradients = torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.7, dtype=torch.float64))
+    for mine, exact in zip(gradients, expected[1:], strict=True):
+        torch.testing.assert_close(mine, exact, atol=1e-12, rtol=1e-12)
+
+
 @pytest.mark.parametrize("frozen", ["weight", "hidden", "both", "no_grad"])
 def test_gradients_that_nobody_needs_are_not_made(frozen: str) -> None:
     hidden, weight, labels = batch(torch.float32)
