@@ -36,13 +36,31 @@ def median_seconds(runs: Mapping[Key, Callable[[], object]], rounds: int, warm_u
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Largest running sum of what the allocator gave and took back during `run`."""
+    """Largest running sum of what the allocator gave and took back during `run`.
+
+    Freeing what is older than `run` counts for nothing: the profiler knows the sizes of some such blocks (those made in
+    an earlier profile, gradients say), and subtracting them would make the sum start below zero.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
-    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    pending = list(profiled.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    events = []
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.name == "[memory]":
+            events.append(event)
+    live: set[int] = set()
     held = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
+    for event in sorted(events, key=lambda e: e.start_time_ns):
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size > 0:
+            live.add(address)
+        elif address not in live:
+            continue
+        else:
+            live.remove(address)
+        held += size
         peak = max(peak, held)
     return peak
 

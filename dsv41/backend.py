@@ -27,6 +27,8 @@ class BackendConfig:
         compile_engram: Run the Engram gate through `dsv41.engram.compile_engram_gate` (whole process).
         compile_hc: Run the mixing of the residual streams through `dsv41.hyper_connections.compile_expand` (whole
             process).
+        sparse_table_gradient: Give Engram tables row-sparse gradients, so that a step makes nothing of a table's size.
+            For an optimizer that takes them, such as torch's SGD or SparseAdam (AdamW does not).
         gradient_checkpointing: Recompute each block in the backward pass instead of storing its activations.
         strict_validation: Check token and table ids on the host, with readable errors. Off, CUDA inputs are checked
             by device-side asserts instead, which costs no synchronisation. CPU inputs are always checked.
@@ -40,6 +42,7 @@ class BackendConfig:
     loss: LossBackend = "chunked"
     compile_engram: bool = False
     compile_hc: bool = False
+    sparse_table_gradient: bool = False
     gradient_checkpointing: bool = False
     strict_validation: bool = True
 

@@ -14,25 +14,22 @@ Shapes: B batch, S sequence, C streams, H hidden, d engram_head_dim, cols = (N -
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsv41.backend import BackendConfig
+from dsv41.compiled import CompiledCore
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.engram_hash import DeepseekV41NgramHash, compressed_token_map
+from dsv41.engram_hash import DeepseekV41NgramHash
 from dsv41.engram_table import EngramTable
 from dsv41.initialization import NamedDraws
 from dsv41.precision import full_precision, widen
+from dsv41.token_map import compressed_token_map
 
 __all__ = ["DeepseekV41Engram", "DeepseekV41NgramHash", "compile_engram_gate", "compressed_token_map"]
-
-logger = logging.getLogger(__name__)
 
 
 def _engram_gate_core(
@@ -77,47 +74,14 @@ _engram_gate: GateCore = _engram_gate_core
 _ENGRAM_GATE_COMPILED = False
 
 
-class _CompiledGate:
-    """The compiled core, with the first call announced: it takes seconds. Without a compiler, eager and a warning."""
-
-    def __init__(self) -> None:
-        self.compiled: Callable[..., Tensor] | None = None
-        self.failed = False
-
-    def __call__(self, *args: Any) -> Tensor:
-        if self.compiled is not None:
-            return self.compiled(*args)
-        if not self.failed:
-            logger.info("compiling the Engram gate (once per process and shape) ...")
-            start = time.perf_counter()
-            try:
-                compiled = torch.compile(_engram_gate_core, dynamic=False)
-                out = compiled(*args)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, OSError, ImportError) as error:
-                # A missing compiler is a RuntimeError of inductor, an unwritable cache an OSError. The function is
-                # the same eager; if the arguments were at fault, the call below says so.
-                self.failed = True
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                logger.warning("Engram gate: compilation failed, running eager instead (%s)", reason)
-            else:
-                self.compiled = compiled
-                logger.info("Engram gate compiled in %.1f s", time.perf_counter() - start)
-                return out
-        return _engram_gate_core(*args)
-
-
 def compile_engram_gate() -> None:
     """Swap the gate core of this process for a ``torch.compile(dynamic=False)`` one; calling again does nothing.
 
-    Each call shape is compiled once. There is no fullgraph: past torch's recompile limit a new shape runs eager.
-    Values are allclose to eager, not bit-equal, since fused sums run in another order. If the first compilation fails
-    (no C++ compiler, say), a warning is logged and the gate runs eager.
+    See `CompiledCore` for shapes, rounding and what happens without a compiler.
     """
     global _engram_gate, _ENGRAM_GATE_COMPILED
     if not _ENGRAM_GATE_COMPILED:
-        _engram_gate = _CompiledGate()
+        _engram_gate = CompiledCore("Engram gate", _engram_gate_core)
         _ENGRAM_GATE_COMPILED = True
 
 
@@ -127,7 +91,7 @@ class DeepseekV41Engram(nn.Module):
     Args:
         config: Text configuration.
         layer_idx: Zero-based layer, one of `engram_layer_ids`.
-        backend: Uses `compile_engram`, `strict_validation`.
+        backend: Uses `compile_engram`, `strict_validation`, `sparse_table_gradient`.
         process_group: Ranks that share the table's rows; None holds it whole.
     """
 
@@ -148,7 +112,12 @@ class DeepseekV41Engram(nn.Module):
         columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
         self.key_width = config.hc_mult * config.hidden_size
         self.embed = EngramTable(
-            rows, config.engram_head_dim, config.initializer_range, backend.strict_validation, process_group
+            rows,
+            config.engram_head_dim,
+            config.initializer_range,
+            backend.strict_validation,
+            process_group,
+            backend.sparse_table_gradient,
         )
         self.wkv = nn.Linear(columns * config.engram_head_dim, self.key_width + config.hidden_size, bias=False)
         self.q_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))

@@ -1,7 +1,6 @@
 """From token ids to rows of the Engram tables (ARCHITECTURE 6; Engram, arXiv:2601.07372).
 
-1. A token map merges ids whose text differs only in case, accents or white space (99092 of 129280 remain in the
-   DeepSeek-V4 tokenizer).
+1. A token map merges ids whose text differs only in case, accents or white space (see `token_map.py`).
 2. The last N compressed ids at each position are multiplied by odd constants and XORed; after k + 1 tokens the value
    is the hash of the (k + 1)-gram.
 3. Every (n-gram size, head) takes it modulo a prime of its own and adds the offset of its rows.
@@ -11,8 +10,7 @@ Everything is integer arithmetic on int64 that wraps, so results are equal on ev
 
 from __future__ import annotations
 
-import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,81 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from dsv41.config import DeepseekV41TextConfig
+from dsv41.token_map import compressed_token_map, fingerprint
 
 if TYPE_CHECKING:
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    AnyTokenizer = PreTrainedTokenizerFast | tokenizers.Tokenizer
+    from dsv41.token_map import AnyTokenizer
 
 # Layer l seeds its multipliers with this times l (released inference code, engram.py).
 MULTIPLIER_SEED = 10007
-_SENTINEL = "\ue000"  # private use: stands for "a single space" while the text is stripped
-
-
-def fast_backend(tokenizer: AnyTokenizer) -> tokenizers.Tokenizer:
-    """The `tokenizers.Tokenizer` inside a fast tokenizer; TypeError for any other."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if not hasattr(backend, "decode_batch"):
-        raise TypeError(
-            f"tokenizer: must be a fast tokenizer (PreTrainedTokenizerFast or tokenizers.Tokenizer), "
-            f"got {type(tokenizer).__name__}"
-        )
-    return backend
-
-
-def _normalizer() -> Any:
-    from tokenizers import Regex, normalizers
-
-    return normalizers.Sequence(
-        [
-            normalizers.NFKC(),
-            normalizers.NFD(),
-            normalizers.StripAccents(),
-            normalizers.Lowercase(),
-            normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
-            normalizers.Replace(Regex(r"^ $"), _SENTINEL),
-            normalizers.Strip(),
-            normalizers.Replace(_SENTINEL, " "),
-        ]
-    )
-
-
-def compressed_token_map(tokenizer: AnyTokenizer) -> npt.NDArray[np.int64]:
-    """Compressed id of every token id, numbered in first-seen order.
-
-    Two ids share an entry if their decoded texts normalise alike: NFKC, NFD, accents stripped, lower case, white-space
-    runs to one space, stripped (a text that is one space stays one). A text that holds U+FFFD is a fragment of UTF-8
-    and is kept apart by its raw token; a text that normalises to nothing is kept as it is.
-
-    Args:
-        tokenizer: Fast tokenizer with ids 0 to ``len(tokenizer) - 1``.
-
-    Returns:
-        int64 array [len(tokenizer)]; its maximum plus one is the compressed vocabulary size.
-
-    Raises:
-        TypeError: Not a fast tokenizer.
-        ValueError: An id below the tokenizer's length stands for no token.
-    """
-    backend = fast_backend(tokenizer)
-    length = backend.get_vocab_size(with_added_tokens=True)
-    texts = backend.decode_batch([[index] for index in range(length)], skip_special_tokens=False)
-    normalize = _normalizer().normalize_str
-    seen: dict[str, int] = {}
-    mapping = np.empty(length, dtype=np.int64)
-    for index, text in enumerate(texts):
-        token = backend.id_to_token(index)
-        if token is None:
-            raise ValueError(f"tokenizer: id {index} of 0..{length - 1} stands for no token")
-        key = token if "\ufffd" in text else normalize(text) or text
-        mapping[index] = seen.setdefault(key, len(seen))
-    return mapping
-
-
-def fingerprint(mapping: npt.NDArray[np.int64]) -> str:
-    """SHA-256 of the map's little-endian int64 bytes: equal if and only if two tokenizers hash alike."""
-    return hashlib.sha256(mapping.astype("<i8").tobytes()).hexdigest()
 
 
 def hash_multipliers(layer: int, ngram_size: int, compressed_vocab_size: int) -> npt.NDArray[np.int64]:
@@ -210,14 +140,15 @@ class DeepseekV41NgramHash(nn.Module):
         alive = _check_token_mask(token_mask, sequence_ids, input_ids)
         compressed = self.token_map[input_ids.long()].masked_fill(~alive, self.pad_id)
         value = compressed.unsqueeze(-1) * self.multipliers[:, 0]
-        columns = []
+        # Written in place: the rows are as many times larger than everything before them as there are heads.
+        rows = value.new_empty(*value.shape, *self.primes.shape[1:])
         reachable = alive
         for back in range(1, self.max_ngram_size):
             reachable = reachable & _same_document(alive, sequence_ids, back)
             token = _shift(compressed, back, self.pad_id).masked_fill(~reachable, self.pad_id)
             value = value ^ (token.unsqueeze(-1) * self.multipliers[:, back])
-            columns.append(value.unsqueeze(-1) % self.primes[:, back - 1] + self.offsets[:, back - 1])
-        return torch.stack(columns, dim=-2).flatten(-2)
+            torch.remainder(value.unsqueeze(-1), self.primes[:, back - 1], out=rows[..., back - 1, :])
+        return rows.add_(self.offsets).flatten(-2)
 
 
 def _check_token_mask(token_mask: Tensor | None, sequence_ids: Tensor | None, input_ids: Tensor) -> Tensor:

@@ -10,7 +10,15 @@ Backward runs the same exchange in reverse: each owner gets the sum over ranks o
 rank's loss is a mean over its own tokens and the other parameters' gradients are averaged over ranks, that sum is
 divided by W, once, in the exchange's backward: before clipping, and where no ``to_empty`` or cast can lose it.
 
-Every rank takes part in every exchange, with zero ids too. Shapes: N rows, D width, R distinct ids asked for.
+Every rank takes part in every exchange, with zero ids too. An exchange waits for the device twice, since messages are
+sized on the host: for the number of distinct ids, and for how many each owner has to serve. A lookup in a whole table
+never waits (checking ids on the host apart, see `check_integer_ids`), and removes no repetitions: that costs more than
+it saves where no rows are sent.
+
+A step reads a few thousand rows of millions, but a gradient of the table's shape is mostly zeros that are written, and
+read again by whatever follows. On request it is row-sparse instead: see `EngramTable.sparse_gradient`.
+
+Shapes: N rows, D width, R distinct ids asked for.
 """
 
 from __future__ import annotations
@@ -21,12 +29,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dsv41.engram_hash import check_integer_ids
 from dsv41.initialization import NamedDraws
-from dsv41.sharding import owned_rows
+from dsv41.sharding import local_rows, owned_rows
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -49,6 +58,28 @@ class _RowExchange(torch.autograd.Function):
         return _all_to_all(gradients[0], receive, send, group) / dist.get_world_size(group), None, None, None
 
 
+class _ReadRows(torch.autograd.Function):
+    """``F.embedding(ids, rows held here)`` whose gradient consists of the rows read.
+
+    Of a plain weight ``F.embedding(sparse=True)`` is the same, but no sparse gradient passes ``DTensor.to_local``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        local, ctx.first = local_rows(weight)
+        ctx.shape = weight.shape
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        rows = ctx.saved_tensors[0].reshape(1, -1).long() + ctx.first
+        values = gradients[0].reshape(rows.shape[1], ctx.shape[1])
+        # Unchecked: the forward has looked these ids up.
+        return torch.sparse_coo_tensor(rows, values, ctx.shape, check_invariants=False), None
+
+
 class EngramTable(nn.Module):
     """Rows [N, D] addressed by int64 hash ids.
 
@@ -58,9 +89,14 @@ class EngramTable(nn.Module):
         std: Standard deviation of fresh rows.
         strict_validation: Check ids on the host; see `check_integer_ids`.
         process_group: Ranks that share the rows; None holds the whole table here.
+        sparse_gradient: Make the weight's gradient row-sparse, for an optimizer that takes one.
 
     Attributes:
         weight: [N, D], or this rank's rows of it; after `shard` a DTensor [N, D].
+        sparse_gradient: If true, ``weight.grad`` is a sparse COO tensor of the weight's shape with an entry per row
+            read, so that nothing of the table's size is made. It is not coalesced: a row that was read twice has two
+            entries, which add up to its dense gradient. A DTensor's is a plain tensor too, and holds this rank's rows
+            under their numbers in the whole table. To be changed only while the weight has no gradient.
     """
 
     def __init__(
@@ -70,11 +106,13 @@ class EngramTable(nn.Module):
         std: float,
         strict_validation: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        sparse_gradient: bool = False,
     ) -> None:
         super().__init__()
         self.rows = rows
         self.std = std
         self.strict_validation = strict_validation
+        self.sparse_gradient = sparse_gradient
         self._set_owners(process_group)
         self.weight = nn.Parameter(torch.empty(len(self.owned), width))
         self.init_weights(NamedDraws())
@@ -147,9 +185,15 @@ class EngramTable(nn.Module):
         """
         if self.process_group is None:
             check_integer_ids(ids, "hash ids", self.rows, self.strict_validation)
-            return F.embedding(ids, self._local())
+            return self._read(ids)
         self._check_on_all_ranks(ids, self.process_group)
         return self._exchange(ids.long(), self.process_group)
+
+    def _read(self, ids: Tensor) -> Tensor:
+        """Rows that this rank holds, by ids that count from the first of them."""
+        if self.sparse_gradient:
+            return _ReadRows.apply(self.weight, ids)
+        return F.embedding(ids, self._local())
 
     def _check_on_all_ranks(self, ids: Tensor, group: dist.ProcessGroup) -> None:
         # The choice depends on the device and the flag only, so that all ranks take the same path.
@@ -170,16 +214,12 @@ class EngramTable(nn.Module):
 
     def _exchange(self, ids: Tensor, group: dist.ProcessGroup) -> Tensor:
         distinct, order = ids.flatten().unique(return_inverse=True)
-        bounds = torch.tensor(
-            [owned_rows(self.rows, self.world_size, rank).stop for rank in range(self.world_size)],
-            device=ids.device,
-        )
-        ends = torch.searchsorted(distinct, bounds)
+        bounds = torch.tensor([owned_rows(self.rows, self.world_size, rank).stop for rank in range(self.world_size)])
+        ends = torch.searchsorted(distinct, bounds.to(ids.device, non_blocking=True))
         asked = ends.diff(prepend=ends.new_zeros(1))
         wanted = torch.empty_like(asked)
         dist.all_to_all_single(wanted, asked, group=group)
-        ask, serve = asked.tolist(), wanted.tolist()
+        ask, serve = torch.stack((asked, wanted)).tolist()
         requests = _all_to_all(distinct, ask, serve, group)
-        rows = self._local().index_select(0, requests - self.owned.start)
-        answers = _RowExchange.apply(rows, serve, ask, group)
+        answers = _RowExchange.apply(self._read(requests - self.owned.start), serve, ask, group)
         return answers.index_select(0, order.flatten()).view(*ids.shape, answers.shape[1])

@@ -30,7 +30,7 @@ from dsv41.attention import AttentionState, DeepseekV41Attention
 from dsv41.backend import BackendConfig
 from dsv41.config import IGNORE_INDEX, DeepseekV41Config, DeepseekV41TextConfig
 from dsv41.engram import DeepseekV41Engram
-from dsv41.engram_hash import DeepseekV41NgramHash, check_integer_ids, fast_backend
+from dsv41.engram_hash import DeepseekV41NgramHash, check_integer_ids
 from dsv41.engram_table import EngramTable
 from dsv41.hyper_connections import HyperConnection, collapse, expand
 from dsv41.initialization import initialize_parameters
@@ -38,9 +38,10 @@ from dsv41.loss import causal_lm_loss, chunked_causal_lm_loss
 from dsv41.moe import DeepseekV41MoE
 from dsv41.norm import RMSNorm
 from dsv41.precision import full_precision, widen
+from dsv41.token_map import fast_backend
 
 if TYPE_CHECKING:
-    from dsv41.engram_hash import AnyTokenizer
+    from dsv41.token_map import AnyTokenizer
 
 # Parameters that stay fp32 in a bf16 model, by the end of their names (ARCHITECTURE 9).
 FP32_SUFFIXES = ("attn_sink", "_hc.fn", "_hc.base", "_hc.scale", "lm_head.weight")

@@ -141,6 +141,10 @@ class DeepseekV41Task(L.LightningModule):
                 f"trainer.strategy: {self.trainer.world_size} devices need engram_fsdp (see configs/strategy), got "
                 f"{type(self.trainer.strategy).__name__}"
             )
+        if stage == "fit" and self.backend.sparse_table_gradient:
+            raise ValueError(
+                "model.backend.sparse_table_gradient: must be false, since AdamW takes dense gradients only"
+            )
         if self.trainer.strategy.root_device.type == "mps":
             raise ValueError("trainer.accelerator: mps has neither float8 nor float64; use cpu")
         length = getattr(getattr(self.trainer, "datamodule", None), "sequence_length", None)

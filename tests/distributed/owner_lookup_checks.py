@@ -21,6 +21,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -143,6 +144,58 @@ def check_accumulated_gradient() -> float:
     return float((table.weight.grad - expected).abs().max())
 
 
+def check_sparse_gradient() -> float:
+    """A row-sparse gradient, of a plain weight and of a DTensor, after one pass, after two and with recomputation.
+
+    Of a DTensor, every rank's gradient has the global shape and this rank's rows alone.
+    """
+    worst, rank = 0.0, dist.get_rank()
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    for rows in (ROWS, 2):
+        for case in CASES:
+            expected = dense_gradient(case, rows)
+            for as_dtensor in (False, True):
+                table = make(rows)
+                table.sparse_gradient = True
+                if as_dtensor:
+                    table.shard(mesh)
+                ids = request(case, rank, rows)
+                for passes, lookup in ((1, table), (2, lambda i, t=table: checkpoint(t, i, use_reentrant=False))):
+                    out = lookup(ids)
+                    assert torch.equal(out, make(rows, sharded=False).weight[ids])
+                    loss_of(out, ids, rank).backward()
+                    gradient = table.weight.grad
+                    assert gradient is not None
+                    assert gradient.layout == torch.sparse_coo
+                    assert not isinstance(gradient, DTensor)
+                    assert gradient.shape == table.weight.shape
+                    ours = gradient.to_dense()
+                    if as_dtensor:
+                        assert set(gradient.coalesce().indices()[0].tolist()) <= set(table.owned)
+                        ours = own_rows(ours, table)
+                    error = (ours - passes * own_rows(expected, table)).abs()
+                    worst = max(worst, float(error.max()) if len(error) else 0.0)
+    return worst
+
+
+def check_sparse_gradient_under_fsdp() -> float:
+    """The table as a parameter that FSDP2 ignores, in a unit whose other parameters it shards."""
+    table, projection, rank = make(), torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64), dist.get_rank()
+    table.sparse_gradient = True
+    torch.nn.init.eye_(projection.weight)
+    module = torch.nn.Sequential(table, projection)
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    fully_shard(module, mesh=mesh, ignored_params={table.shard(mesh)})
+    ids = request("random", rank, ROWS)
+    for _ in range(2):
+        loss_of(module(ids), ids, rank).backward()
+    assert isinstance(projection.weight.grad, DTensor)
+    gradient = table.weight.grad
+    assert gradient is not None
+    assert gradient.layout == torch.sparse_coo
+    return float(own_rows(gradient.to_dense() - 2 * dense_gradient("random", ROWS), table).abs().max())
+
+
 def check_frozen() -> float:
     """A frozen table answers, and no gradient exchange is started."""
     table = make()
@@ -256,6 +309,8 @@ CHECKS: list[Callable[[], float]] = [
     check_gradient,
     check_gradient_with_recomputation,
     check_accumulated_gradient,
+    check_sparse_gradient,
+    check_sparse_gradient_under_fsdp,
     check_frozen,
     check_bad_id,
     check_dtensor,

@@ -31,6 +31,8 @@ def results(request: pytest.FixtureRequest, run_checks: Callable[[Path, int], di
         ("check_gradient", 1e-14),
         ("check_gradient_with_recomputation", 1e-14),
         ("check_accumulated_gradient", 1e-14),
+        ("check_sparse_gradient", 1e-14),
+        ("check_sparse_gradient_under_fsdp", 1e-14),
         ("check_frozen", 0.0),
         ("check_bad_id", 0.0),
         ("check_dtensor", 1e-14),

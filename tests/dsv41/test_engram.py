@@ -17,8 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 import dsv41
 from dsv41 import BackendConfig, DeepseekV41Config
@@ -117,6 +123,146 @@ def test_lookup_sums_gradients_per_row_and_leaves_others_zero() -> None:
     assert table.weight.grad is not None
     assert table.weight.grad.tolist() == expected
     assert expected[1] == [0.0, 0.0] != expected[5]
+
+
+def both_tables(rows: int, width: int, dtype: torch.dtype) -> tuple[EngramTable, EngramTable]:
+    """Equal tables with a row-sparse and with a dense gradient."""
+    sparse, dense = (EngramTable(rows, width, std=0.5, sparse_gradient=flag).to(dtype) for flag in (True, False))
+    assert torch.equal(sparse.weight, dense.weight)
+    return sparse, dense
+
+
+@pytest.mark.parametrize("shape", [(1,), (40,), (2, 3, 8), (0, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_the_row_sparse_gradient_is_the_dense_one(
+    shape: tuple[int, ...], dtype: torch.dtype, id_dtype: torch.dtype
+) -> None:
+    sparse, dense = both_tables(13, 5, dtype)
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros(13, 5, dtype=dtype)
+    for passes in (1, 2):
+        ids = torch.randint(3, 13, shape, generator=generator).to(id_dtype)
+        # Integers, so that repeated rows add up to the same in any order and in every dtype.
+        upstream = torch.randint(-4, 5, (*shape, 5), generator=generator).to(dtype)
+        for table in (sparse, dense):
+            out = table(ids)
+            assert out.shape == upstream.shape
+            assert torch.equal(out, table.weight[ids.long()])
+            out.backward(upstream)
+        total += (torch.eye(13)[ids.flatten().long()].T @ upstream.reshape(-1, 5).float()).to(dtype)
+        gradient = sparse.weight.grad
+        assert gradient is not None
+        assert gradient.is_sparse
+        assert (gradient.shape, gradient.dtype) == (dense.weight.shape, dtype)
+        assert gradient._nnz() <= passes * ids.numel()
+        assert torch.equal(gradient.to_dense(), total)
+        assert torch.equal(dense.weight.grad, total)  # type: ignore[arg-type]
+    assert (ids.numel() == 0) == (not total.any())
+
+
+def test_a_row_sparse_gradient_holds_the_rows_read_and_no_others() -> None:
+    table = EngramTable(rows=13, width=2, std=0.5, sparse_gradient=True)
+    # A broadcast gradient, as a sum has it, must become memory that can be scaled in place.
+    table(torch.tensor([[7, 0], [7, 12]])).sum().backward()
+    gradient = table.weight.grad
+    assert gradient is not None
+    assert gradient._indices().tolist() == [[7, 0, 7, 12]]
+    gradient.mul_(0.5)
+    merged = gradient.coalesce()
+    assert merged.indices().tolist() == [[0, 7, 12]]
+    assert merged.values().tolist() == [[0.5, 0.5], [1.0, 1.0], [0.5, 0.5]]
+    # What comes down to the rows is not theirs to scale.
+    table.weight.grad, upstream = None, torch.ones(3, 2)
+    table(torch.tensor([1, 2, 3])).backward(upstream)
+    assert table.weight.grad is not None
+    table.weight.grad.mul_(0.5)
+    assert torch.equal(upstream, torch.ones(3, 2))
+
+
+def largest_allocation(run: Callable[[], object]) -> int:
+    """Bytes of the largest block that torch's allocator gives during `run`, also inside operations."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return max(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+def test_nothing_of_the_tables_size_is_made_for_a_row_sparse_gradient() -> None:
+    ids = torch.tensor([[3, 900, 3], [41, 0, 7]])
+    largest = {}
+    for table in both_tables(1000, 5, torch.float32):
+
+        def step(table: EngramTable = table) -> None:
+            for _ in range(2):  # the second is added to the first
+                table(ids).square().sum().backward()
+            torch._foreach_mul_([table.weight.grad], 0.5)
+
+        largest[table.sparse_gradient] = largest_allocation(step)
+    assert largest[False] >= 1000 * 5 * 4
+    # The rows of two passes may meet in one tensor.
+    assert 6 * 5 * 4 <= largest[True] <= 2 * 6 * 5 * 4
+
+
+def test_a_row_sparse_gradient_needs_a_weight_that_wants_one_and_survives_recomputation() -> None:
+    table = EngramTable(rows=13, width=5, std=0.5, sparse_gradient=True)
+    ids = torch.tensor([3, 3, 0])
+    with torch.no_grad():
+        assert not table(ids).requires_grad
+    checkpoint(table, ids, use_reentrant=False).square().sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    expected = torch.zeros(13, 5).index_add(0, ids, 2 * table.weight[ids]).detach()
+    torch.testing.assert_close(table.weight.grad.to_dense(), expected)
+    table.weight.requires_grad_(False)
+    assert not table(ids).requires_grad
+    assert torch.equal(table(ids), table.weight[ids])
+
+
+def test_a_row_sparse_gradient_of_a_dtensor_on_one_rank() -> None:
+    """As the strategy has it on one device: a DTensor that one rank holds whole, and no exchange."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        sparse, dense = both_tables(13, 5, torch.float64)
+        sparse.shard(init_device_mesh("cpu", (1,)))
+        assert isinstance(sparse.weight, DTensor)
+        assert sparse.process_group is None
+        ids = torch.tensor([[3, 3, 0], [12, 5, 3]])
+        for table in (sparse, dense):
+            table(ids).pow(3).sum().backward()
+        gradient = sparse.weight.grad
+        assert gradient is not None
+        assert gradient.layout == torch.sparse_coo
+        torch.testing.assert_close(gradient.to_dense(), dense.weight.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_models_tables_are_row_sparse_on_request(golden_model: Any, golden: dict[str, Tensor]) -> None:
+    gradients = []
+    for sparse in (True, False):
+        model = golden_model(backend=BackendConfig(sparse_table_gradient=sparse))
+        model(golden["input_ids"], golden["attention_mask"], labels=golden["labels"]).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    tables = {name for name, gradient in gradients[0].items() if gradient is not None and gradient.is_sparse}
+    assert tables == {"model.layers.1.engram.embed.weight", "model.layers.3.engram.embed.weight"}
+    for name, gradient in gradients[1].items():
+        other = gradients[0][name]
+        if name in tables:
+            torch.testing.assert_close(other.to_dense(), gradient, atol=1e-7, rtol=1e-5)
+        else:
+            assert other is gradient is None or torch.equal(other, gradient), name
+
+
+def test_a_descent_step_along_a_row_sparse_gradient_is_the_dense_step() -> None:
+    tables = both_tables(13, 5, torch.float32)
+    ids = torch.tensor([3, 3, 0, 12])
+    for table in tables:
+        table(ids).pow(3).sum().backward()
+        torch.optim.SGD(table.parameters(), lr=0.5).step()
+    sparse, dense = tables
+    torch.testing.assert_close(sparse.weight, dense.weight)
+    assert (sparse.weight != EngramTable(13, 5, 0.5).weight).any(-1).nonzero().flatten().tolist() == [0, 3, 12]
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -400,12 +546,12 @@ def test_a_model_that_asks_for_it_runs_the_compiled_gate_and_equals_eager(
     counting_compiler: CompileCounterWithBackend, golden_model: Callable[..., Any], golden: dict[str, Tensor]
 ) -> None:
     arguments = {name: golden[name] for name in ("input_ids", "attention_mask", "labels")}
-    eager = golden_model()
+    eager = golden_model(backend=BackendConfig(loss="full"))
     expected = eager(**arguments)
     expected.loss.backward()
     assert engram_module._engram_gate is gate_core
     assert counting_compiler.frame_count == 0
-    model = golden_model(backend=BackendConfig(compile_engram=True))
+    model = golden_model(backend=BackendConfig(loss="full", compile_engram=True))
     out = model(**arguments)
     out.loss.backward()
     assert engram_module._engram_gate is not gate_core

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import re
 import shutil
@@ -9,7 +11,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_modules import entry
 from lightning_modules.callbacks.checkpoint import find_checkpoint
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
 from lightning_modules.cli import DeepseekV41CLI, main
@@ -26,6 +31,7 @@ from lightning_modules.optim import ScheduleConfig, learning_rate_factor
 from lightning_modules.task import DeepseekV41Task
 
 FOLDER = "version_0"
+ROOT = Path(__file__).parents[2]
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -298,6 +304,7 @@ class AfterClipping(L.Callback):
             "trainer.precision: must be one of ('32-true', '64-true', 'bf16-mixed')",
         ),
         (["--trainer.devices", "2", "--trainer.strategy", "ddp"], "trainer.strategy: 2 devices need engram_fsdp"),
+        (["--model.backend.sparse_table_gradient", "true"], "model.backend.sparse_table_gradient: must be false"),
     ],
 )
 def test_what_cannot_work_is_refused(options: list[str], message: str, nano_cli: Callable[..., DeepseekV41CLI]) -> None:
@@ -367,6 +374,85 @@ def test_the_run_keeps_its_tokenizer(trained: Path, nano_args: list[str], corpus
             *("--data.tokenizer", str(trained / "tokenizer"), "--data.val_fraction", "0.6"),
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "expected"),
+    [
+        (["--help"], 0, r"dsv41 fit --config configs/tiny\.yaml"),
+        (["--version"], 0, rf"torch {re.escape(torch.__version__)}"),
+        ([], 2, r"dsv41 fit --config configs/tiny\.yaml"),
+        (["fti", "--config", "configs/tiny.yaml"], 2, r"no subcommand 'fti'; did you mean fit\?"),
+        (["frobnicate"], 2, r"no subcommand 'frobnicate'; one of fit, validate, test, predict"),
+    ],
+)
+def test_what_needs_no_model_is_answered_without_the_frameworks(words: list[str], status: int, expected: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "lightning_modules", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stderr
+    imports, said = [], []
+    for line in done.stderr.splitlines():
+        (imports if line.startswith("import time:") else said).append(line)
+    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in imports}
+    assert "lightning_modules" in imported
+    assert not imported & {"torch", "lightning", "transformers", "torchmetrics", "jsonargparse", "numpy"}
+    assert re.search(expected, done.stdout if status == 0 else "\n".join(said))
+
+
+def test_help_lists_the_subcommands_of_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = re.search(r"\{([a-z,]+)\}", capsys.readouterr().out)
+    assert listed is not None
+    assert list(entry.SUBCOMMANDS) == listed[1].split(",")
+    assert re.findall(r"^  (\w+)  ", entry.HELP, re.MULTILINE) == list(entry.SUBCOMMANDS)
+
+
+def test_help_names_files_and_subcommands_that_exist() -> None:
+    paths = set(re.findall(r"configs/[\w./]*\w", entry.HELP))
+    assert "configs/tiny.yaml" in paths
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    assert set(re.findall(r"^  dsv41 (\w+)", entry.HELP, re.MULTILINE)) <= set(entry.SUBCOMMANDS)
+
+
+def test_every_way_to_start_is_the_same() -> None:
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["dsv41"]
+    assert EntryPoint("dsv41", script, "console_scripts").load() is entry.main
+    assert EntryPoint("dsv41", "lightning_modules.__main__:main", "console_scripts").load() is entry.main
+
+
+@pytest.mark.parametrize("words", [["predict", "--config", "a.yaml"], ["--config", "a.yaml", "fit"]])
+def test_the_rest_is_handed_over(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("lightning_modules.cli.main", seen.append)
+    try:
+        entry.main(words)
+    finally:
+        gc.unfreeze()
+    assert seen == [words]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [(["fit", "--help"], ["fit"]), (["test", "--help"], ["test"]), (["--help"], list(entry.SUBCOMMANDS))],
+)
+def test_options_are_made_for_the_subcommand_that_was_typed(
+    words: list[str], made: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of Lightning's 3 s of parsing, three quarters were for options that nobody asked for."""
+    count = []
+    add = DeepseekV41CLI.add_arguments_to_parser
+    monkeypatch.setattr(
+        DeepseekV41CLI, "add_arguments_to_parser", lambda self, parser: (count.append(parser), add(self, parser))
+    )
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 0
+    assert len(count) == len(made)
+    out = capsys.readouterr().out
+    assert f"{{{','.join(entry.SUBCOMMANDS)}}}" in out or f"dsv41 [options] {made[0]}" in out
+    assert ("--data.sequence_length" in out) == (words[0] != "--help")
 
 
 def test_a_mistake_on_the_command_line_is_one_line(nano_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -507,3 +593,25 @@ def test_a_killed_run_resumes_to_the_same_numbers(nano_args: list[str], tmp_path
     for tag in ("val/loss", "train/tokens", "train/grad_norm"):
         broken, unbroken = (scalars(tmp_path / "runs" / name / FOLDER)[tag] for name in ("broken", "whole"))
         assert dict(broken) == dict(unbroken), tag
+
+
+def test_the_loop_profile_accounts_for_the_whole_loop(nano_args: list[str], tmp_path: Path) -> None:
+    """Shares add up to one; validation and checkpoints are counted apart."""
+    command = [sys.executable, "benchmarks/loop_profile.py", "--steps", "4", "--warm-up", "1", "--threads", "1"]
+    command += ["--json", str(tmp_path / "profile.json"), *nano_args, "--trainer.enable_progress_bar", "true"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "profile.json").read_text())
+    assert report["options"]["batches"] == 4
+    rows = {row["part"]: row for row in report["rows"]}
+    assert min(row["wall_ms"] for row in rows.values()) > 0
+    for clock in ("wall", "cpu"):
+        loop = {name: row for name, row in rows.items() if name not in ("validation", "checkpoints")}
+        assert sum(row[f"{clock}_share"] for row in loop.values()) == pytest.approx(1)
+        total = sum(row[f"{clock}_ms"] for row in loop.values())
+        assert loop["backward"][f"{clock}_share"] == pytest.approx(loop["backward"][f"{clock}_ms"] / total)
+    shown = re.search(r"^work +(\d+\.\d+)%", done.stdout, re.MULTILINE)
+    assert shown is not None
+    work = sum(rows[name]["wall_share"] for name in ("forward", "backward", "optimizer", "clipping"))
+    assert float(shown[1]) == pytest.approx(100 * work, abs=0.01)
+    assert not (tmp_path / "runs").exists(), "what the profiled run writes goes to a temporary folder"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
+from dsv41.cache import default_cache_dir
 from lightning_modules.data import TextDataModule, prepared, token_store, tokenization
-from lightning_modules.data.cache import default_cache_dir
 from lightning_modules.files import written_whole
 
 # Lightning 2.6 uses a name that torch has deprecated.

@@ -9,6 +9,9 @@ def default_cache_dir() -> Path:
 
     Returns:
         ``$DSV41_CACHE`` if set, else ``$XDG_CACHE_HOME/dsv41``, else ``~/.cache/dsv41``. It need not exist.
+
+    Raises:
+        RuntimeError: The folder is meant to lie in a home directory that cannot be found.
     """
     if own := os.environ.get("DSV41_CACHE"):
         return Path(own).expanduser()
