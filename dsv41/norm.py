@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dsv41.precision import widen
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps the input as it came and one factor per row; autograd would keep the scaled input too, and all in fp32.
+
+    With n = x * scale and the row means <.>, d_x = scale * (d_out * weight - n * <d_out * weight * n>).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = widen(x)
+        out = wide.square()
+        scale = torch.rsqrt(out.mean(-1, keepdim=True) + eps)
+        torch.mul(wide, scale, out=out).mul_(weight.to(wide.dtype))
+        ctx.save_for_backward(x, weight, scale)
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        wide, d_out, gain = widen(x), widen(gradients[0]), weight.to(scale.dtype)
+        buffer = (wide * scale).mul_(d_out)
+        d_x, d_weight = None, None
+        if ctx.needs_input_grad[1]:
+            d_weight = buffer.reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            mean = buffer.mul_(gain).mean(-1, keepdim=True)
+            torch.mul(d_out, gain, out=buffer).addcmul_(wide, mean.mul_(scale), value=-1).mul_(scale)
+            d_x = buffer.to(x.dtype)
+        return d_x, d_weight, None
 
 
 class RMSNorm(nn.Module):
@@ -23,6 +57,5 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` [..., width]; arithmetic at least fp32, result in the dtype of `x`."""
-        wide = widen(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight.to(wide.dtype)).to(x.dtype)
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return out

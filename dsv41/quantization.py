@@ -30,35 +30,35 @@ def _power_of_two_ceil(x: Tensor) -> Tensor:
     return ((bits + _MANTISSA_BITS) & _EXPONENT_BITS).view(torch.float32)
 
 
-def _round_e2m1(x: Tensor) -> Tensor:
-    """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with ties to the even grid index, sign kept; |x| > 6 saturates.
+def _round_(x: Tensor, least: float, most: float, mantissa_bits: int) -> Tensor:
+    """Round fp32 `x` in place to a float format of few bits, ties to even; |x| > `most` saturates.
 
-    Adding and subtracting 1.5 * 2^22 times the value's own power of two lets fp32's round-to-nearest-even drop all but
-    one mantissa bit; below 1 the grid is uniform, hence the clamp.
+    Adding and subtracting 1.5 * 2^(23 - m) times the value's own power of two lets fp32's round-to-nearest-even drop
+    all but m mantissa bits; below `least`, the smallest normal value, the grid is uniform. A zero comes out positive.
     """
-    clipped = x.clamp(-E2M1_MAX, E2M1_MAX)
-    exponent = (clipped.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    shift = exponent.clamp_min(1.0) * (1.5 * 2.0**22)
-    return (clipped + shift) - shift
+    x.clamp_(-most, most)
+    exponent = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    shift = exponent.clamp_min_(least).mul_(1.5 * 2.0 ** (23 - mantissa_bits))
+    return x.add_(shift).sub_(shift)
 
 
 def _fp8(groups: Tensor) -> Tensor:
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4)
     scale = _power_of_two_ceil(amax / E4M3_MAX)
-    codes = (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.float() * scale
+    # What torch's casts to float8 and back do, in half the time on a CPU; they keep the sign of a zero.
+    return _round_(groups / scale, 2.0**-6, E4M3_MAX, 3).copysign_(groups).mul_(scale)
 
 
 def _mxfp4(groups: Tensor) -> Tensor:
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-126)
     scale = _power_of_two_ceil(amax / E2M1_MAX)
-    return _round_e2m1(groups / scale) * scale
+    return _round_(groups / scale, 1.0, E2M1_MAX, 1).mul_(scale)
 
 
 def _nvfp4(groups: Tensor) -> Tensor:
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-9)
     scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return _round_e2m1(groups / scale) * scale
+    return _round_(groups / scale, 1.0, E2M1_MAX, 1).mul_(scale)
 
 
 _FORMATS = {"fp8": (_fp8, 32), "mxfp4": (_mxfp4, 32), "nvfp4": (_nvfp4, 16)}
@@ -69,8 +69,9 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         quantize, group = _FORMATS[name]
         channels = x.shape[-1]
-        padded = F.pad(x.float(), (0, -channels % group))
-        rounded = quantize(padded.unflatten(-1, (-1, group))).flatten(-2)
+        padded = F.pad(x, (0, -channels % group)) if channels % group else x
+        # In fp32 this is the caller's memory: the formats write to what they have divided, never to the groups.
+        rounded = quantize(padded.float().unflatten(-1, (-1, group))).flatten(-2)
         return rounded[..., :channels].to(x.dtype)
 
     @staticmethod

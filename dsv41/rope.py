@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dsv41.config import DeepseekV41TextConfig
 from dsv41.precision import widen
+
+# Rows of a multiple of this many pairs are rotated where they are. In others, torch's complex product would round what
+# remains behind each row's whole vectors in its own way: they are copied together first, which leaves one remainder.
+WHOLE_VECTORS = 16
 
 
 def yarn_frequencies(width: int, theta: float, scaling: dict[str, Any] | None) -> Tensor:
@@ -62,6 +67,36 @@ def rotation_table(frequencies: Tensor, positions: Tensor) -> Tensor:
     return torch.polar(torch.ones_like(angles), angles)
 
 
+class _Rotation(torch.autograd.Function):
+    """Keeps the table alone: the gradient is rotated backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, inverse: bool) -> Tensor:
+        ctx.save_for_backward(table)
+        ctx.inverse = inverse
+        return _rotated(x, table, inverse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        (table,) = ctx.saved_tensors
+        return _rotated(gradients[0], table, not ctx.inverse), None, None
+
+
+def _rotated(x: Tensor, table: Tensor, inverse: bool) -> Tensor:
+    still = x.shape[-1] - 2 * table.shape[-1]
+    out = x.clone(memory_format=torch.contiguous_format)
+    turning = out[..., still:].unflatten(-1, (-1, 2))
+    pairs = widen(turning)
+    if pairs is turning and (still % 2 or table.shape[-1] % WHOLE_VECTORS):
+        pairs = turning.clone(memory_format=torch.contiguous_format)
+    if x.dim() == 4:
+        table = table.unsqueeze(-2)
+    torch.view_as_complex(pairs).mul_(table.conj() if inverse else table)
+    turning.copy_(pairs)  # nothing to do where they are the same tensor
+    return out
+
+
 def rotate(x: Tensor, table: Tensor, inverse: bool = False) -> Tensor:
     """Rotate the last channels of `x`.
 
@@ -73,10 +108,5 @@ def rotate(x: Tensor, table: Tensor, inverse: bool = False) -> Tensor:
     Returns:
         A new tensor like `x`; arithmetic at least fp32.
     """
-    width = 2 * table.shape[-1]
-    still, turning = x[..., : x.shape[-1] - width], x[..., x.shape[-1] - width :]
-    pairs = torch.view_as_complex(widen(turning).unflatten(-1, (-1, 2)).contiguous())
-    if x.dim() == 4:
-        table = table.unsqueeze(-2)
-    turned = torch.view_as_real(pairs * (table.conj() if inverse else table)).flatten(-2)
-    return torch.cat((still, turned.to(x.dtype)), dim=-1)
+    out: Tensor = _Rotation.apply(x, table, inverse)
+    return out

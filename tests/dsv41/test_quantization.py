@@ -1,7 +1,9 @@
 """Fake quantisation of the caches: bit-equal to the reference and to exact arithmetic over the enumerated grids.
 
 The oracle lists every value that a format has and picks the nearest by comparison, in rational numbers; it shares no
-bit trick with the code under test. The gradient passes straight through, whatever was rounded or saturated.
+bit trick with the code under test. A second one, on whole tensors, has torch's own float8 cast and a search in the
+grid; against that every bf16 number is rounded, beside ones and as the one that sets its group's scale. The gradient
+passes straight through, whatever was rounded or saturated.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dsv41.quantization import fake_quantize
 
@@ -64,6 +68,68 @@ def by_hand(x: Tensor, name: str) -> Tensor:
         size = GROUP[name]
         rows.append([code for start in range(0, len(row), size) for code in quantize_group(row[start:][:size], name)])
     return torch.tensor(rows, dtype=torch.float64).reshape(x.shape)
+
+
+def ceil_powers_of_two(x: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    powers = torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).int())
+    # What the arithmetic on bits makes of the two others; a zero scale then gives zeros beside a NaN.
+    return powers.where(x.isfinite(), x).masked_fill(x.isnan(), 0.0)
+
+
+def plainly(x: Tensor, name: str) -> Tensor:
+    """The formats on whole tensors: E4M3 by torch's cast, E2M1 by searching the midpoints of its grid."""
+    size, channels = GROUP[name], x.shape[-1]
+    groups = F.pad(x.float(), (0, -channels % size)).unflatten(-1, (-1, size))
+    amax = groups.abs().amax(-1, keepdim=True)
+    if name == "fp8":
+        scale = ceil_powers_of_two(amax.clamp_min(1e-4) / 448)
+        codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    else:
+        if name == "mxfp4":
+            scale = ceil_powers_of_two(amax.clamp_min(6 * 2.0**-126) / 6)
+        else:
+            scale = (amax.clamp_min(6 * 2.0**-9) / 6).clamp_max(448).to(torch.float8_e4m3fn).float()
+        grid = torch.tensor([float(value) for value in E2M1])
+        middle = (grid[1:] + grid[:-1]) / 2
+        scaled = (groups / scale).clamp(-6, 6)
+        size_of = scaled.abs()
+        below, upto = torch.bucketize(size_of, middle, right=False), torch.bucketize(size_of, middle, right=True)
+        index = below.where(below % 2 == 0, upto)  # where they differ, it is a tie
+        codes = (grid[index] * scaled.sign() + 0.0).masked_fill(scaled.isnan(), float("nan"))  # no -0.0
+    return (codes * scale).flatten(-2)[..., :channels].to(x.dtype)
+
+
+def assert_same_bits(ours: Tensor, expected: Tensor) -> None:
+    """Equal in every bit, signs of zeros included; a NaN is a NaN."""
+    assert ours.dtype == expected.dtype
+    assert torch.equal(ours.isnan(), expected.isnan())
+    width = {2: torch.int16, 4: torch.int32}[ours.element_size()]
+    bits = ours.masked_fill(ours.isnan(), 0.0).view(width)
+    assert torch.equal(bits, expected.masked_fill(expected.isnan(), 0.0).view(width))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_bf16_number_is_rounded_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).to(dtype)
+    beside = torch.randn(2**16, 33, generator=torch.Generator().manual_seed(6)).to(dtype)
+    beside[:, 0] = every
+    beside[:, 1] = 448.0 if name == "fp8" else 6.0  # unless the number is larger, the scale is one
+    assert_same_bits(fake_quantize(beside, name), plainly(beside, name))
+    among_neighbours = every.view(-1, 64)
+    assert_same_bits(fake_quantize(among_neighbours, name), plainly(among_neighbours, name))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_fp32_numbers_of_all_magnitudes_are_rounded_to_the_bit(name: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    exponents = torch.randint(-149, 130, (4096, 1), generator=generator)
+    spread = torch.randint(0, 12, (4096, 48), generator=generator)
+    x = (torch.randn(4096, 48, generator=generator).double() * (exponents - spread).double().exp2()).float()
+    assert (x == 0).any()
+    assert x.isinf().any()
+    assert_same_bits(fake_quantize(x, name), plainly(x, name))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -150,6 +216,51 @@ def test_the_gradient_is_the_incoming_one(name: str) -> None:
     fake_quantize(x, name).backward(incoming)
     assert x.grad is not None
     assert torch.equal(x.grad, incoming)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("channels", [64, 40])
+def test_nothing_is_kept_for_backward_and_the_input_is_left_alone(name: str, dtype: torch.dtype, channels: int) -> None:
+    x = torch.randn(3, channels, generator=torch.Generator().manual_seed(8)).to(dtype).requires_grad_()
+    before, version = x.detach().clone(), x._version
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ours = fake_quantize(x, name)
+    assert ours.requires_grad
+    assert not kept
+    assert torch.equal(x, before)
+    assert x._version == version
+    assert ours.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_layouts_and_empty_inputs(name: str) -> None:
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(9)).t()
+    assert torch.equal(fake_quantize(x, name), fake_quantize(x.contiguous(), name))
+    row = x[:1].expand(5, -1)
+    assert torch.equal(fake_quantize(row, name), fake_quantize(row.contiguous(), name))
+    for channels in (64, 40):
+        empty = torch.zeros(2, 0, channels, requires_grad=True)
+        fake_quantize(empty, name).sum().backward()
+        assert empty.grad is not None
+        assert empty.grad.shape == (2, 0, channels)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_and_recomputation_change_nothing(name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(10)
+    x = torch.randn(3, 40, generator=generator).to(dtype).requires_grad_()
+    incoming = torch.randn(3, 40, generator=generator).to(dtype)
+    with torch.no_grad():
+        plain = fake_quantize(x, name)
+    assert not plain.requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = checkpoint(fake_quantize, x, name, use_reentrant=False)
+    assert torch.equal(again, plain)
+    (gradient,) = torch.autograd.grad(again, x, incoming)
+    assert torch.equal(gradient, incoming)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -4,6 +4,9 @@ Position p turns the pair of channels (2i, 2i + 1) by p * f_i. Layers of ratio 0
 compressed ones a base of their own, and YaRN on the frequencies (arXiv:2309.00071, section 3.2) without a factor on
 the attention. What a module rotates is caught just before the rotation (outputs of its projections) and just after
 it (arguments of the attention core and of the quantisers), at positions up to 4000.
+
+The rotation itself, which writes in place and has a backward of its own, is compared in every bit with one complex
+product of the pairs as autograd sees it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from dsv41 import BackendConfig, DeepseekV41Config
 from dsv41.attention import AttentionState, DeepseekV41Attention
@@ -334,3 +339,138 @@ def test_bf16_is_rotated_in_fp32_and_cast_once() -> None:
     ours = rotate(x, table)
     assert ours.dtype == torch.bfloat16
     assert torch.equal(ours, rotate(x.float(), table).bfloat16())
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+# Pairs and other channels: rotated in place, and not for want of whole vectors or of an even number before them.
+WIDTHS = [(16, 32), (32, 0), (48, 2), (16, 5), (4, 4), (3, 5), (1, 1), (20, 24)]
+
+
+def plainly(x: Tensor, table: Tensor, inverse: bool = False) -> Tensor:
+    """One complex product of all pairs, laid out one behind the other."""
+    still = x.shape[-1] - 2 * table.shape[-1]
+    wide = x[..., still:].double() if x.dtype == torch.float64 else x[..., still:].float()
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
+    if x.dim() == 4:
+        table = table.unsqueeze(-2)
+    turned = torch.view_as_real(pairs * (table.conj() if inverse else table)).flatten(-2)
+    return torch.cat((x[..., :still], turned.to(x.dtype)), dim=-1)
+
+
+def rotation_inputs(
+    pairs: int, still: int, heads: int | None, dtype: torch.dtype, per_row: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Vectors, an incoming gradient, and a table with positions of their own in every row or the same in all."""
+    generator = torch.Generator().manual_seed(pairs)
+    shape = (2, 7, 2 * pairs + still) if heads is None else (2, 7, heads, 2 * pairs + still)
+    x, incoming = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    positions = torch.randint(0, 4000, (2, 7) if per_row else (7,), generator=generator)
+    frequencies = torch.tensor([THETA ** (-pair / pairs) for pair in range(pairs)])
+    return x, incoming, rotation_table(frequencies, positions)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("heads", [None, 1, 3])
+@pytest.mark.parametrize(("pairs", "still"), WIDTHS)
+def test_values_and_gradients_equal_the_plain_product_in_every_bit(
+    pairs: int, still: int, heads: int | None, per_row: bool, dtype: torch.dtype, inverse: bool
+) -> None:
+    x, incoming, table = rotation_inputs(pairs, still, heads, dtype, per_row)
+    before = x.clone()
+    x.requires_grad_()
+    ours, expected = rotate(x, table, inverse), plainly(x, table, inverse)
+    assert ours.dtype == dtype
+    assert ours.is_contiguous()
+    assert torch.equal(ours, expected)
+    assert not torch.equal(ours, x)
+    (gradient,), (exact,) = (torch.autograd.grad(out, x, incoming) for out in (ours, expected))
+    assert torch.equal(gradient, exact)
+    assert torch.equal(x, before)
+    assert x._version == 0
+
+
+@pytest.mark.parametrize("heads", [None, 3])
+@pytest.mark.parametrize(("pairs", "still"), [(16, 6), (3, 5)])
+def test_gradients_equal_finite_differences(pairs: int, still: int, heads: int | None) -> None:
+    x, _, table = rotation_inputs(pairs, still, heads, torch.float64)
+    x = x[:, :2].clone().requires_grad_()
+    for inverse in (False, True):
+        assert torch.autograd.gradcheck(lambda x, inverse=inverse: rotate(x, table[:, :2], inverse), (x,))
+
+
+@pytest.mark.parametrize(("pairs", "still"), [(16, 32), (3, 5)])
+def test_other_layouts_expanded_gradients_single_tokens_and_none(pairs: int, still: int) -> None:
+    x, _, table = rotation_inputs(pairs, still, 7, torch.float32)
+    for other in (x.transpose(1, 2), x[:, :, :1].expand_as(x), x.flip(1)[:, :, ::2]):
+        other = other.detach().requires_grad_()
+        ours, expected = rotate(other, table), plainly(other, table)
+        assert ours.is_contiguous()
+        assert torch.equal(ours, expected)
+        assert torch.equal(*(torch.autograd.grad(out.sum(), other)[0] for out in (ours, expected)))
+    alone, among = rotate(x[:1, 3:4, 0], table[:1, 3:4]), rotate(x[:, :, 0], table)[:1, 3:4]
+    torch.testing.assert_close(alone, among, atol=1e-6, rtol=0)  # a remainder rounds differently, as above
+    empty = torch.zeros(2, 0, 3, 2 * pairs + still, requires_grad=True)
+    rotate(empty, table[:, :0]).sum().backward()
+    assert empty.grad is not None
+    assert empty.grad.shape == empty.shape
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("pairs", "still"), [(16, 32), (3, 5)])
+def test_the_table_alone_is_kept_for_backward(pairs: int, still: int, dtype: torch.dtype, inverse: bool) -> None:
+    x, _, table = rotation_inputs(pairs, still, 3, dtype)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        assert rotate(x.requires_grad_(), table, inverse).requires_grad
+    assert [(tensor.data_ptr(), tensor.shape) for tensor in kept] == [(table.data_ptr(), table.shape)]
+
+
+class Made(TorchDispatchMode):
+    """Sizes in bytes of what operations made that is neither a view nor an input written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and not func._schema.name.endswith("_"):
+            self.sizes.append(out.numel() * out.element_size())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pairs", "copies"), [(torch.float32, 16, False), (torch.float32, 4, True), (torch.bfloat16, 16, True)]
+)
+def test_one_result_is_made_and_rotating_channels_alone_are_copied(
+    dtype: torch.dtype, pairs: int, copies: bool
+) -> None:
+    x, incoming, table = rotation_inputs(pairs, 64, 3, dtype)
+    with Made() as forward:
+        ours = rotate(x.requires_grad_(), table)
+    with Made() as backward:
+        torch.autograd.grad(ours, x, incoming)
+    turning = x.numel() // x.shape[-1] * 2 * pairs * 4
+    expected = [x.numel() * x.element_size(), *([turning] if copies else [])]
+    assert forward.sizes == expected
+    # On the way back the table is conjugated.
+    assert sorted(backward.sizes) == sorted([*expected, table.numel() * 8])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs", [16, 3])
+def test_autocast_and_recomputation_change_nothing(pairs: int, dtype: torch.dtype) -> None:
+    x, incoming, table = rotation_inputs(pairs, 4, 3, dtype)
+    x.requires_grad_()
+    with torch.no_grad():
+        plain = rotate(x, table)
+    assert not plain.requires_grad
+    (gradient,) = torch.autograd.grad(rotate(x, table), x, incoming)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = checkpoint(rotate, x, table, use_reentrant=False)
+        (recomputed,) = torch.autograd.grad(again, x, incoming)
+    assert torch.equal(again, plain)
+    assert torch.equal(recomputed, gradient)
