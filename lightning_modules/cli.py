@@ -91,6 +91,17 @@ class SaveRunConfig(SaveConfigCallback):
 class DeepseekV41CLI(LightningCLI):
     """LightningCLI around `DeepseekV41Task` and `TextDataModule`."""
 
+    def __init__(self, args: ArgsType = None, **options: Any) -> None:
+        words = sys.argv[1:] if args is None else args
+        self._first_word = words[0] if words and isinstance(words, list) else None
+        super().__init__(args=args, **options)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Where a subcommand was typed first, the others get no options: making them takes a third of a second each."""
+        if self._first_word in self.subcommands() and self._first_word != subcommand:
+            return self.init_parser(**kwargs)
+        return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the checkpoint options and link the tokenizer."""
         # The best one first: Lightning resolves ckpt_path="best" through the first checkpoint callback.
@@ -194,8 +205,8 @@ def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
     for message in _EXPECTED:
         warnings.filterwarnings("ignore", message)
     return DeepseekV41CLI(
-        DeepseekV41Task,
-        TextDataModule,
+        model_class=DeepseekV41Task,
+        datamodule_class=TextDataModule,
         save_config_callback=SaveRunConfig,
         seed_everything_default=0,
         trainer_defaults={"enable_model_summary": False, "use_distributed_sampler": False},
@@ -220,7 +231,8 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Console script. Bad input ends with one line on stderr and exit status 1 (2 if it does not parse).
+    """What `lightning_modules.entry` hands over. Bad input ends with one line on stderr and exit status 1 (2 if it does
+    not parse).
 
     ``DSV41_TRACEBACK=1`` shows where it was found. An error inside the training loop always has its traceback.
     """

@@ -383,6 +383,7 @@ def test_the_run_keeps_its_tokenizer(trained: Path, nano_args: list[str], corpus
         (["--version"], 0, rf"torch {re.escape(torch.__version__)}"),
         ([], 2, r"dsv41 fit --config configs/tiny\.yaml"),
         (["fti", "--config", "configs/tiny.yaml"], 2, r"no subcommand 'fti'; did you mean fit\?"),
+        (["--config", "a.yaml", "fit"], 2, r"the subcommand comes before its options, such as: dsv41 fit --config"),
         (["frobnicate"], 2, r"no subcommand 'frobnicate'; one of fit, validate, test, predict"),
     ],
 )
@@ -421,8 +422,8 @@ def test_every_way_to_start_is_the_same() -> None:
     assert EntryPoint("dsv41", "lightning_modules.__main__:main", "console_scripts").load() is entry.main
 
 
-@pytest.mark.parametrize("words", [["predict", "--config", "a.yaml"], ["--config", "a.yaml", "fit"]])
-def test_the_rest_is_handed_over(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["predict", "--config", "a.yaml"]
     seen: list[list[str]] = []
     monkeypatch.setattr("lightning_modules.cli.main", seen.append)
     try:
