@@ -16,9 +16,6 @@ ranks. The exchange grows with the ids asked for, the all-gather with the rows o
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from measure import write_json
 from torch import Tensor
 
 from dsv41.engram_table import EngramTable
@@ -144,15 +142,7 @@ def main() -> None:
                 f"{line['ids']:<18}{line['distinct share']:>9.1%}  {line['variant']:<12}"
                 f"{line['milliseconds']:>9.1f}{line['megabytes sent']:>10.2f}"
             )
-        if arguments.json is not None:
-            about = {
-                "machine": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "load": os.getloadavg()[0],
-                "threads": torch.get_num_threads(),
-                "ranks": world_size,
-            }
-            arguments.json.write_text(json.dumps({"about": about, "results": results}, indent=1))
+        write_json(arguments.json, vars(arguments) | {"ranks": world_size}, results)
     dist.destroy_process_group()
 
 
