@@ -617,7 +617,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--vocabulary", type=int, default=8192, help="8192 or, as released, 129280")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 0, 2, 2, 2, 1, 1, 1], help="compression ratios")
-    parser.add_argument("--engram-layers", type=int, nargs="*", default=[1])
+    parser.add_argument("--engram-layers", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--experts-per-token", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)

@@ -17,8 +17,8 @@ COMMANDS = {
     "hyper_connections": "--tokens 16 --hidden 16 --rounds 1",
     "engram": "--parts hash table --tokens 16 --rows 500 --hidden 16 --width 8 --ids 64 --rounds 1",
     "pointwise": "--only norm --dtypes float32 --rounds 1",
-    "train_step": "--lengths 24 --vocabulary 400 --layers 0 1 --experts 4 --experts-per-token 2 --rounds 1 "
-    "--allocator default",
+    "train_step": "--lengths 24 --vocabulary 400 --layers 0 1 --engram-layers 1 --experts 4 --experts-per-token 2 "
+    "--rounds 1 --allocator default",
     "owner_lookup": "--rows 500 --ids 64 --repeats 1",
     "loop_profile": "",  # tests/lightning_modules/test_cli.py
     "plot_curves": "",  # draws a picture from a run's files
