@@ -68,6 +68,7 @@ from typing import Any
 import torch
 from measure import median_seconds, peak_bytes, write_json
 from safetensors.torch import load_file
+from step_parts import BACKWARD, labelled, times_of_parts
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -89,7 +90,6 @@ HEAP_PER_BYTE = {"default": 1, "tuned": 3}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GROWTH_LENGTHS = [512, 1024, 2048, 4096, 8192]
 HEADS = 8
-BACKWARD = "(backward)"
 # Lengths at which functions are compared: at the first every query sees every key, at the second it selects.
 CHECK_LENGTHS = (64, 320)
 
@@ -492,55 +492,6 @@ def growth(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 # -------------------------------------------------------------------------------------------------------- profiling
 
-# Which part a module's own operations belong to, by class name; the innermost module that is named here counts.
-PARTS = {
-    "DeepseekV41ForCausalLM": "head and loss",
-    "DeepseekV41Model": "embedding, final norm",
-    "DeepseekV41Block": "mHC",  # what a block does itself is reading from and writing to the streams
-    "DeepseekV41NgramHash": "Engram",
-    "DeepseekV41Engram": "Engram",
-    "DeepseekV41Attention": "attention projections",
-    "AttentionCore": "attention core",
-    "Indexer": "indexer",
-    "Compressor": "compressor",
-    "HyperConnection": "mHC",
-    "DeepseekV41MoE": "experts",
-    "Router": "router",
-    "RMSNorm": "norms of blocks",
-}
-
-
-def part_of(name: str, module: nn.Module) -> str | None:
-    """The part that a module is named for, or None if it belongs to the module around it."""
-    classes = [cls.__name__ for cls in type(module).__mro__]
-    part = next((PARTS[cls] for cls in classes if cls in PARTS), None)
-    if part == "norms of blocks" and name.rpartition(".")[2] not in ("attn_norm", "ffn_norm"):
-        return None
-    return part
-
-
-@contextlib.contextmanager
-def labelled(model: nn.Module) -> Iterator[None]:
-    """Every part's forward inside a profiler range of its name."""
-    handles, open_ranges = [], []
-
-    def enter(part: str, *_: Any) -> None:
-        open_ranges.append(record_function(f"part::{part}"))
-        open_ranges[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        open_ranges.pop().__exit__(None, None, None)
-
-    for name, module in model.named_modules():
-        if part := part_of(name, module):
-            handles.append(module.register_forward_pre_hook(partial(enter, part)))
-            handles.append(module.register_forward_hook(leave))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
 
 def profile_parts(contender: Contender, length: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Print and return the share of each part of a step, from the fastest of `--rounds` profiled steps."""
@@ -571,41 +522,6 @@ def profile_parts(contender: Contender, length: int, options: argparse.Namespace
     for name in sorted(kernels, key=lambda name: -kernels[name])[:16]:
         print(f"  {name:<50}{kernels[name]:>10.1f} ms{kernels[name] / whole:>8.1%}", flush=True)
     return rows
-
-
-def times_of_parts(recorded: list[Any]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Milliseconds of each part forward and backward, and of each operation by itself, by the profiler's clock.
-
-    An operation of the forward pass belongs to the innermost labelled module around it. A node of the backward pass
-    belongs to the part whose forward operation carries its sequence number.
-    """
-    events = sorted((e for e in recorded if not e.is_async), key=lambda e: e.time_range.start)
-    around = [list(ancestors(event)) for event in events]
-    parts = [next((e.name[6:] for e in chain if e.name.startswith("part::")), "other") for chain in around]
-    part_of_node = {}
-    for event, part in zip(events, parts, strict=True):
-        if event.sequence_nr >= 0 and part != BACKWARD:
-            part_of_node[event.sequence_nr] = part  # the last one is the one that made the node
-    forward: dict[str, float] = {}
-    backward: dict[str, float] = {}
-    kernels: dict[str, float] = {}
-    for event, chain, part in zip(events, around, parts, strict=True):
-        direction = forward
-        if part == BACKWARD:
-            direction = backward
-            node = next((e for e in chain if e.name.startswith("autograd::engine::evaluate_function")), None)
-            part = "other" if node is None else part_of_node.get(node.sequence_nr, "other")
-        own = event.self_cpu_time_total / 1e3
-        direction[part] = direction.get(part, 0.0) + own
-        kernels[event.name] = kernels.get(event.name, 0.0) + own
-    return forward, backward, kernels
-
-
-def ancestors(event: Any) -> Iterator[Any]:
-    """The event and what it ran inside of, innermost first."""
-    while event is not None:
-        yield event
-        event = event.cpu_parent
 
 
 # -------------------------------------------------------------------------------------------------------------- main

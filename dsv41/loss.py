@@ -5,7 +5,8 @@ positions at once: it goes through the live positions in chunks, and while the l
 loss and both gradients from them. Positions without a label are left out before the product with the vocabulary; on a
 GPU they get a weight of zero instead, since the host would have to wait to count them.
 
-Memory, beyond hidden states and the gradient of the head's weight: `LOGIT_BYTES`, whatever the length and vocabulary.
+Memory, beyond hidden states and the gradient of the head's weight, does not grow with the length: `LOGIT_BYTES`, or
+`FEWEST_ROWS` rows of logits where the vocabulary is so large that these are more (66 MB for 129280 ids).
 
 Shapes: B batch, S sequence, H hidden, V vocabulary, N = B * S positions.
 """

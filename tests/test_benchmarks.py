@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def test_every_benchmark_is_here() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*COMMANDS, "measure"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*COMMANDS, "measure", "step_parts"}
 
 
 @pytest.mark.parametrize("name", [name for name, options in COMMANDS.items() if options])
@@ -42,3 +42,13 @@ def test_a_benchmark_runs_and_says_on_what(name: str, tmp_path: Path) -> None:
     written = json.loads(out.read_text())
     assert written["rows"]
     assert {"torch", "load", "threads"} <= written["machine"].keys()
+
+
+def test_the_parts_of_a_step_add_up(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(FOLDER / "train_step.py"), *COMMANDS["train_step"].split(), "--profile"]
+    done = subprocess.run([*command, "--json", str(out)], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert sum(row["share"] for row in rows) == pytest.approx(1)
+    assert {"experts", "attention core", "mHC", "head and loss", "Engram", "optimizer"} <= {row["part"] for row in rows}
