@@ -1,204 +1,110 @@
-"""The released checkpoint layout (ARCHITECTURE 9): names in, names out.
+"""Models out of and into folders: the released layout (ARCHITECTURE 9) and that of transformers.
 
-The released names follow the inference code (`layers.0.attn.wq_a.weight`); ours follow the modules
-(`model.layers.0.attn.wq_a.weight`). The only structural difference is the experts: one tensor per expert in the
-release, one stacked tensor per matrix here.
+Names and formats are in `released_layout.py`, encodings in `weight_formats.py`, files in `tensor_files.py`.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
-from dsv41.engram_table import EngramTable
+from dsv41.checkpoint_reading import LoadAudit, load_released
+from dsv41.checkpoint_writing import Item, SaveAudit, write_folder
+from dsv41.model_folder import RELEASED_QUANTIZATION, describe, write_beside
+from dsv41.released_layout import format_of, held_tensors, module_slots, owners, released_slots, stored_dtype
 
-INDEX_NAME = "model.safetensors.index.json"
-_RENAMES = (
-    (re.compile(r"^model\.embed_tokens\."), "embed."),
-    (re.compile(r"^lm_head\."), "head."),
-    (re.compile(r"^model\."), ""),
-    (re.compile(r"\.(attn|ffn)_hc\."), r".hc_\1_"),
-    (re.compile(r"\.attn\.core\."), ".attn."),
-)
-# Parts of the release that this model may be without: draft layers, and the vision tower with its delimiters.
-_OPTIONAL = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline")
-_EXPERT = re.compile(r"^(.*\.ffn\.experts)\.(w[123])$")
+if TYPE_CHECKING:
+    from dsv41.model import DeepseekV41ForCausalLM
+    from dsv41.token_map import AnyTokenizer
+
+__all__ = ["LoadAudit", "SaveAudit", "load_released", "save_for_transformers", "save_released"]
+
+EXPORT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where a released tensor lives: `name` of our parameter or buffer, and the expert inside it (None: all of it)."""
-
-    name: str
-    expert: int | None = None
-
-
-@dataclass
-class LoadAudit:
-    """What `load_released` did.
-
-    Attributes:
-        loaded: Released names that were read.
-        skipped: Released names that this model has no place for on purpose (draft layers, vision tower).
-    """
-
-    loaded: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-
-def released_name(name: str) -> str:
-    """The released name of one of our state-dict entries that is not a stacked expert matrix."""
-    for pattern, replacement in _RENAMES:
-        name = pattern.sub(replacement, name)
-    return name
-
-
-def released_slots(model: nn.Module) -> dict[str, Slot]:
-    """Every released name that `model` has a place for."""
-    slots: dict[str, Slot] = {}
-    for name, tensor in model.state_dict().items():
-        if match := _EXPERT.match(name):
-            prefix = released_name(match[1])
-            for expert in range(tensor.shape[0]):
-                slots[f"{prefix}.{expert}.{match[2]}.weight"] = Slot(name, expert)
-        else:
-            slots[released_name(name)] = Slot(name)
-    return slots
-
-
-def _require_whole(model: nn.Module) -> None:
-    """Refuse tables of which this rank holds a part, before anything is read or written."""
-    for name, module in model.named_modules():
-        if isinstance(module, EngramTable) and module.world_size > 1:
-            raise ValueError(
-                f"{name}: its rows are split over {module.world_size} ranks; the released layout is only read and "
-                "written by models that hold their tables whole"
-            )
-
-
-def released_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors under their released names (views, not copies)."""
-    state = model.state_dict()
-    return {
-        released: state[slot.name] if slot.expert is None else state[slot.name][slot.expert]
-        for released, slot in released_slots(model).items()
-    }
-
-
-def _files_of(folder: Path) -> dict[str, Path]:
-    """Released tensor name -> file, from the index or from the shards themselves."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"folder: {folder} is not a directory")
-    index = folder / INDEX_NAME
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        for name, file in weight_map.items():
-            if Path(file).name != file or not (folder / file).is_file():
-                raise ValueError(f"{INDEX_NAME}: {name} is said to be in {file!r}, which is no file of {folder}")
-        return {name: folder / file for name, file in weight_map.items()}
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        raise FileNotFoundError(f"folder: no *.safetensors and no {INDEX_NAME} in {folder}")
-    files: dict[str, Path] = {}
-    for shard in shards:
-        with safe_open(shard, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 - a safetensors reader is no mapping
-                if name in files:
-                    raise ValueError(f"{name}: stored twice, in {files[name].name} and in {shard.name}")
-                files[name] = shard
-    return files
-
-
-def _tensors(files: dict[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 - a safetensors reader is no mapping
-                if files.get(name) == path:
-                    yield name, reader.get_tensor(name)
-
-
-def _check_names_and_shapes(model: nn.Module, files: dict[str, Path], slots: dict[str, Slot]) -> list[str]:
-    """Raise before anything is overwritten; returns the names that are skipped on purpose."""
-    skipped = sorted(name for name in files if name not in slots and name.startswith(_OPTIONAL))
-    missing = sorted(set(slots) - set(files))
-    unexpected = sorted(set(files) - set(slots) - set(skipped))
-    if missing or unexpected:
-        raise ValueError(
-            f"checkpoint does not fit the model: {len(missing)} tensors missing {missing[:5]}, "
-            f"{len(unexpected)} unexpected {unexpected[:5]}"
-        )
-    own = released_state_dict(model)
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as reader:
-            promised = {name for name, file in files.items() if file == path}
-            absent = sorted(promised - set(reader.keys()))
-            if absent:
-                raise ValueError(f"{INDEX_NAME}: {absent[:5]} should be in {path.name}, which does not hold them")
-            for name in sorted(promised & set(slots)):
-                piece = reader.get_slice(name)
-                if tuple(piece.get_shape()) != tuple(own[name].shape):
-                    raise ValueError(
-                        f"{name}: shape {list(piece.get_shape())} in {path.name}, "
-                        f"but the model has {list(own[name].shape)}"
-                    )
-                if piece.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                    raise ValueError(f"{name}: quantised format {piece.get_dtype()} in {path.name} is not supported")
-    return skipped
-
-
-@torch.no_grad()
-def load_released(model: nn.Module, folder: str | Path) -> LoadAudit:
-    """Copy an unquantised released-layout checkpoint into `model`, in place, keeping the model's dtypes.
+def save_released(
+    model: DeepseekV41ForCausalLM,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    quantized: bool = False,
+    max_shard_size: int | str = "5GB",
+    tokenizer: AnyTokenizer | None = None,
+    card: str | None = None,
+) -> SaveAudit:
+    """Write a model in the released layout. All ranks of a sharded model call it; each writes its own files.
 
     Args:
-        model: `DeepseekV41ForCausalLM`.
-        folder: Directory with safetensors shards, with or without an index.
+        model: Whole or sharded.
+        folder: Must not exist, or be empty; it appears when everything is in it. Shared by all ranks.
+        dtype: Of what is not quantised; sinks, mHC parameters and router biases stay fp32 beside a narrower one. None
+            keeps the model's dtypes, or with `quantized` takes bf16 as the release does.
+        quantized: Store projections, shared experts and Engram tables in FP8 and routed experts in FP4, with scales, as
+            the release does. Values that came from these formats are kept exactly (if the model's dtype holds them,
+            which fp16 may not), others are rounded.
+        max_shard_size: Bytes of a file, or "5GB". A tensor that is larger has a file of its own.
+        tokenizer: Saved beside; None takes the one that the model was built with, if any.
+        card: Text of README.md; None writes none.
 
     Returns:
-        What was loaded and what was skipped.
+        What was written.
 
     Raises:
-        FileNotFoundError: No such directory, or no safetensors in it.
-        ValueError: Missing, unexpected, duplicate, quantised or wrongly shaped tensors; named, and the model is
-            unchanged.
+        FileExistsError: `folder` holds something.
+        ValueError: `dtype` or `max_shard_size` is not valid, a value is not finite and cannot be quantised, or the
+            model is on the meta device.
+        OSError: A rank could not write; nothing is left behind. Ranks without an error of their own raise an
+            `OtherRankError`, a ValueError.
     """
-    _require_whole(model)
-    files = _files_of(Path(folder))
-    slots = released_slots(model)
-    audit = LoadAudit(skipped=_check_names_and_shapes(model, files, slots))
-    destination = released_state_dict(model)
-    for name, tensor in _tensors(files):
-        if name in destination:
-            destination[name].copy_(tensor)
-            audit.loaded.append(name)
-    return audit
+    if quantized and dtype is None:
+        dtype = torch.bfloat16
+    _require_export_dtype(dtype)
+    held = held_tensors(model)
+    items = [
+        Item(name, slot, stored_dtype(name, held[slot.name].local.dtype, dtype), format_of(name) if quantized else None)
+        for name, slot in released_slots(model).items()
+    ]
+    config = describe(model, dtype)
+    if quantized:
+        config.quantization_config = dict(RELEASED_QUANTIZATION)
+
+    def beside(partial: Path) -> None:
+        write_beside(partial, config, tokenizer or model.tokenizer, card)
+
+    return write_folder(Path(folder), items, held, owners(held), max_shard_size, beside)
 
 
-def save_released(model: nn.Module, folder: str | Path) -> Path:
-    """Write the model under released names into one safetensors file.
+def save_for_transformers(
+    model: DeepseekV41ForCausalLM,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    tokenizer: AnyTokenizer | None = None,
+    card: str | None = None,
+) -> SaveAudit:
+    """Write a model under the names of its modules, as transformers does. Arguments and errors as in `save_released`.
 
-    Args:
-        model: `DeepseekV41ForCausalLM`.
-        folder: Directory, made if missing.
-
-    Returns:
-        The file that was written. It appears complete or not at all.
-
-    Raises:
-        ValueError: The Engram tables are split over ranks.
+    What stays fp32 in the model (see `DeepseekV41ForCausalLM.stays_fp32`) does so in the files.
     """
-    _require_whole(model)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    target, partial = folder / "model.safetensors", folder / ".model.safetensors.partial"
-    save_file({name: tensor.contiguous() for name, tensor in released_state_dict(model).items()}, partial)
-    partial.replace(target)
-    return target
+    _require_export_dtype(dtype)
+    held = held_tensors(model)
+    parameters = {name for name, _ in model.named_parameters()}
+
+    def dtype_of(name: str) -> torch.dtype:
+        if dtype is None or name not in parameters or (model.stays_fp32(name) and dtype != torch.float64):
+            return held[name].local.dtype
+        return dtype
+
+    items = [Item(name, slot, dtype_of(name)) for name, slot in module_slots(model).items()]
+    config = describe(model, dtype)
+
+    def beside(partial: Path) -> None:
+        write_beside(partial, config, tokenizer or model.tokenizer, card)
+
+    return write_folder(Path(folder), items, held, owners(held), max_shard_size, beside)
+
+
+def _require_export_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise ValueError(f"dtype: must be one of {EXPORT_DTYPES} or None, got {dtype}")

@@ -10,9 +10,11 @@ import copy
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from transformers import PretrainedConfig
 
 from dsv41.primes import engram_primes
@@ -93,6 +95,36 @@ def _reject_misspelt(kwargs: Iterable[str], known: Iterable[str], owner: str) ->
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if close and key not in known:
             raise ValueError(f"{key}: {owner} has no such field; did you mean {close[0]!r}?")
+
+
+# Why the configurations that are most easily taken for one of V4.1 are none.
+_OTHER_ARCHITECTURES = {
+    "deepseek_v4": "V4 compresses keys and selects positions in each layer for itself, has heavily compressed layers "
+    "and layers that choose experts by token id",
+    "deepseek_v32": "V3.2 has multi-head latent attention with an indexer in each layer, and one residual stream",
+    "deepseek_v3": "V3 has multi-head latent attention over all positions, and one residual stream",
+}
+
+
+def _refuse_other_model(found: Any, expected: str) -> None:
+    """Raise unless the `model_type` of a file or dictionary is `expected`: fields of equal names mean other things."""
+    if found == expected:
+        return
+    described = _OTHER_ARCHITECTURES.get(str(found).removesuffix("_text"))
+    reason = "" if described is None else f". {described}"
+    raise ValueError(
+        f"model_type: must be {expected!r}, got {found!r}{reason}. V4.1 shares compressed keys and selections between "
+        "layers (CSA2), mixes residual streams in a single pass (mHC) and has Engram memories; a configuration of "
+        "another model does not describe it"
+    )
+
+
+def _require_dtypes(given: dict[str, Any]) -> None:
+    """Raise for a name that is no dtype; the base class would with an AttributeError of torch."""
+    for name in ("dtype", "torch_dtype"):
+        value = given.get(name)
+        valid = not isinstance(value, str) or isinstance(getattr(torch, value, None), torch.dtype)
+        _require(valid, name, f"must be a dtype of torch, such as 'bfloat16', got {value!r}")
 
 
 # Keys of PretrainedConfig itself that look like fields of ours to the misspelling check.
@@ -260,7 +292,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
     def _init_base(self, kwargs: dict[str, Any]) -> None:
         # Not `super().__init__(**kwargs)` in `__init__`: command-line parsers follow that call and would offer the
         # dozens of generation and fine-tuning options of the base class as options of the architecture.
-        kwargs.pop("model_type", None)
+        _refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
+        _require_dtypes(kwargs)
         special = {name: getattr(self, name) for name in _BASE_FIELDS_OF_OURS}
         super().__init__(**special, **kwargs)
 
@@ -525,6 +558,8 @@ class DeepseekV41VisionConfig(PretrainedConfig):
         for name, value in list(locals().items()):
             if name not in ("self", "kwargs", "__class__"):
                 setattr(self, name, value)
+        _refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
+        _require_dtypes(kwargs)
         super().__init__(**kwargs)
         for field in ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio"):
             value = getattr(self, field)
@@ -543,10 +578,12 @@ class DeepseekV41Config(PretrainedConfig):
         text_config: `DeepseekV41TextConfig` or its fields; None takes the released values.
         vision_config: `DeepseekV41VisionConfig` or its fields; None is a text-only model.
         image_token_id: Id at every position of an image span.
-        **kwargs: Further keys of `PretrainedConfig`.
+        **kwargs: Further keys of `PretrainedConfig`, kept as they are. `quantization_config` says how weights are
+            stored and changes nothing: the loader goes by the files.
 
     Raises:
-        ValueError: `image_token_id` is negative, or a nested field is wrong.
+        ValueError: `model_type` is another model's, `image_token_id` is negative, a nested field is wrong, or a field
+            of the text model stands outside `text_config` with another value.
     """
 
     model_type = "deepseek_v41"
@@ -571,9 +608,60 @@ class DeepseekV41Config(PretrainedConfig):
         self.text_config = text_config or DeepseekV41TextConfig()
         self.vision_config = vision_config or DeepseekV41VisionConfig(num_hidden_layers=0)
         self.image_token_id = image_token_id
+        _refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
+        _require_dtypes(kwargs)
+        self._refuse_misplaced(kwargs)
         _reject_misspelt(set(kwargs) - _BASE_KEYS, ("text_config", "vision_config", "image_token_id"), "the config")
         _require(_is_int(image_token_id) and image_token_id >= 0, "image_token_id", f"must be >= 0: {image_token_id!r}")
         super().__init__(**kwargs)
+
+    def _refuse_misplaced(self, given: dict[str, Any]) -> None:
+        """Fields of the text model beside `text_config` may repeat it: else a flat file would have released sizes."""
+        rope = self.text_config.rope_parameters
+        for name in ("rope_scaling", "rope_parameters"):
+            repeated = dict(given.pop(name, None) or {})
+            if "type" in repeated:
+                repeated["rope_type"] = repeated.pop("type")
+            _require(
+                repeated.items() <= rope.items(), name, f"{repeated!r} contradicts text_config, which has {rope!r}"
+            )
+        for name in sorted(set(given) & (_TEXT_FIELDS - set(METADATA_FIELDS) | {"tie_word_embeddings"})):
+            nested = getattr(self.text_config, name)
+            _require(
+                given[name] == nested,
+                name,
+                f"{given[name]!r} contradicts text_config, which has {nested!r}; fields of the text model belong there",
+            )
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As in the base class, but a file of another model is refused, where that one warns and goes on.
+
+        Raises:
+            OSError: No such file, folder or repository, or no ``config.json`` in it.
+            ValueError: The file is another model's.
+        """
+        place = os.fspath(pretrained_model_name_or_path)
+        if os.path.isabs(place) and not os.path.exists(place):
+            raise FileNotFoundError(f"{place}: no such file or folder")
+        found, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not found:
+            raise FileNotFoundError(f"{place}: no config.json in it")
+        _refuse_other_model(found.get("model_type"), cls.model_type)
+        return found, unused
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in the base class; changes of single fields go through ``text_config={...}``.
+
+        Raises:
+            ValueError: A keyword is a field of the text model, which the base class would leave out without a word.
+        """
+        for name in sorted(_TEXT_FIELDS & set(kwargs) - set(_BASE_FIELDS_OF_OURS)):
+            raise ValueError(f"{name}: a field of the text model; pass text_config={{{name!r}: {kwargs[name]!r}}}")
+        return super().from_dict(config_dict, **kwargs)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> DeepseekV41TextConfig:
         """The nested text configuration (transformers reads vocabulary and hidden size through it)."""

@@ -73,8 +73,20 @@ class NamedDraws:
             parameter[low - first_row : high - first_row].copy_(values[low - start : high - start])
 
 
-def initialize_parameters(root: nn.Module, std: float, prefix: str = "", seed: int | None = None) -> None:
-    """Draw every parameter of `root` and restore every derived buffer.
+class NoDraws(NamedDraws):
+    """Leaves what would be drawn as it is: for models whose weights are about to be loaded."""
+
+    def normal_(self, parameter: Tensor, name: str, std: float) -> None:
+        """Nothing."""
+
+    def normal_rows_(self, parameter: Tensor, name: str, std: float, first_row: int = 0) -> None:
+        """Nothing."""
+
+
+def initialize_parameters(
+    root: nn.Module, std: float, prefix: str = "", seed: int | None = None, draw: bool = True
+) -> None:
+    """Draw every parameter of `root` (unless `draw` is false) and restore every derived buffer.
 
     Modules with an ``init_weights(draws)`` method fill themselves; linear and embedding matrices are N(0, std^2),
     norm weights one.
@@ -83,7 +95,7 @@ def initialize_parameters(root: nn.Module, std: float, prefix: str = "", seed: i
         TypeError: A module owns parameters, but nobody says how to draw them.
     """
     for name, module in root.named_modules():
-        draws = NamedDraws(".".join(filter(None, (prefix, name))), seed)
+        draws = (NamedDraws if draw else NoDraws)(".".join(filter(None, (prefix, name))), seed)
         init = getattr(module, "init_weights", None)
         if module is not root and callable(init):
             init(draws)

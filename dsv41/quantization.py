@@ -30,7 +30,7 @@ def _power_of_two_ceil(x: Tensor) -> Tensor:
     return ((bits + _MANTISSA_BITS) & _EXPONENT_BITS).view(torch.float32)
 
 
-def _round_(x: Tensor, least: float, most: float, mantissa_bits: int) -> Tensor:
+def round_(x: Tensor, least: float, most: float, mantissa_bits: int) -> Tensor:
     """Round fp32 `x` in place to a float format of few bits, ties to even; |x| > `most` saturates.
 
     Adding and subtracting 1.5 * 2^(23 - m) times the value's own power of two lets fp32's round-to-nearest-even drop
@@ -46,19 +46,19 @@ def _fp8(groups: Tensor) -> Tensor:
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4)
     scale = _power_of_two_ceil(amax / E4M3_MAX)
     # What torch's casts to float8 and back do, in half the time on a CPU; they keep the sign of a zero.
-    return _round_(groups / scale, 2.0**-6, E4M3_MAX, 3).copysign_(groups).mul_(scale)
+    return round_(groups / scale, 2.0**-6, E4M3_MAX, 3).copysign_(groups).mul_(scale)
 
 
 def _mxfp4(groups: Tensor) -> Tensor:
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-126)
     scale = _power_of_two_ceil(amax / E2M1_MAX)
-    return _round_(groups / scale, 1.0, E2M1_MAX, 1).mul_(scale)
+    return round_(groups / scale, 1.0, E2M1_MAX, 1).mul_(scale)
 
 
 def _nvfp4(groups: Tensor) -> Tensor:
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-9)
     scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return _round_(groups / scale, 1.0, E2M1_MAX, 1).mul_(scale)
+    return round_(groups / scale, 1.0, E2M1_MAX, 1).mul_(scale)
 
 
 _FORMATS = {"fp8": (_fp8, 32), "mxfp4": (_mxfp4, 32), "nvfp4": (_nvfp4, 16)}

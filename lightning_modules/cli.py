@@ -28,6 +28,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.utilities import rank_zero_only
 
 from dsv41.config import DeepseekV41TextConfig
+from dsv41.files import plain_name, settle
 from lightning_modules.callbacks import (
     BestCheckpoint,
     GracefulInterrupt,
@@ -37,10 +38,10 @@ from lightning_modules.callbacks import (
     TokenThroughput,
     UnigramBaseline,
 )
-from lightning_modules.callbacks.checkpoint import find_checkpoint, run_number
+from lightning_modules.callbacks.checkpoint import find_checkpoint, passed_over, run_number
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
-from lightning_modules.files import plain_name, settle
+from lightning_modules.pretrained import default_options, require_folder
 from lightning_modules.task import DeepseekV41Task
 
 # A text configuration is a group of options, not a class to choose.
@@ -138,7 +139,10 @@ class DeepseekV41CLI(LightningCLI):
         """Refuse what one process cannot build, and resolve ``--ckpt_path``, before anything is built."""
         config = self.config if self.subcommand is None else self.config[self.subcommand]
         sizes = config.model.config
-        if sizes.hidden_size == 5120 and sizes.num_hidden_layers == 40:
+        pretrained = config.model.get("pretrained")
+        if pretrained is not None:
+            require_folder(pretrained)
+        elif sizes.hidden_size == 5120 and sizes.num_hidden_layers == 40:
             raise ValueError(
                 "model.config: these are the sizes of the release, 748 billion parameters, which are also the "
                 "defaults; start with --config configs/tiny.yaml"
@@ -156,7 +160,12 @@ class DeepseekV41CLI(LightningCLI):
         if init is None or "save_dir" not in init:
             raise ValueError(f"ckpt_path: {name!r} needs trainer.logger with a save_dir, or give the file's path")
         runs = Path(init.save_dir) / init.name
-        path = find_checkpoint(runs, name)
+        path, skipped = find_checkpoint(runs, name), passed_over(runs, name)
+        if skipped:
+            names = ", ".join(str(left.relative_to(runs)) for left in skipped)
+            rank_zero_only(print)(
+                f"ckpt_path: not complete, or left by a killed save or deletion, and skipped: {names}", file=sys.stderr
+            )
         if path is None:
             raise FileNotFoundError(f"ckpt_path: no {name!r} checkpoint under {runs}; leave --ckpt_path out to start")
         if self.subcommand == "fit" and name == "last":
@@ -191,6 +200,16 @@ def _with_saved_config(args: list[str]) -> list[str]:
             path = args[index + 1]
         if path and Path(path).exists() and (saved := Path(path).absolute().parents[1] / "config.yaml").is_file():
             return [args[0], "--config", str(saved), *args[1:]]
+    return args
+
+
+def _with_pretrained(args: list[str]) -> list[str]:
+    """Put the architecture and tokenizer of ``--model.pretrained FOLDER`` behind it: later options still count more."""
+    for index, arg in enumerate(args):
+        if arg == "--model.pretrained" and index + 1 < len(args):
+            return [*args[: index + 2], *default_options(args[index + 1]), *args[index + 2 :]]
+        if arg.startswith("--model.pretrained="):
+            return [*args[: index + 1], *default_options(arg.partition("=")[2]), *args[index + 1 :]]
     return args
 
 
@@ -242,7 +261,7 @@ def main(args: list[str] | None = None) -> None:
         lambda record: "litlogger" not in str(record.msg)  # an advertisement at every start
     )
     try:
-        get_cli(_with_saved_config(sys.argv[1:] if args is None else args))
+        get_cli(_with_pretrained(_with_saved_config(sys.argv[1:] if args is None else args)))
     except (ValueError, OSError, ImportError, MisconfigurationException) as error:
         running = any(frame.name == "advance" for frame in traceback.extract_tb(error.__traceback__))
         if running or os.environ.get("DSV41_TRACEBACK"):

@@ -15,8 +15,13 @@ SUBCOMMANDS = {
     "test": "loss of a checkpoint on the test text",
     "predict": "most likely next token at every position of the test text, as a file",
 }
+# What is no matter of training: see `commands`.
+FOLDER_COMMANDS = {
+    "export": "a checkpoint's weights as a folder for others: released layout or Hugging Face",
+    "import": "check a folder of weights, and write a configuration that fine-tunes it",
+}
 
-_LISTED = "\n".join(f"  {name:<10}{does}" for name, does in SUBCOMMANDS.items())
+_LISTED = "\n".join(f"  {name:<10}{does}" for name, does in (SUBCOMMANDS | FOLDER_COMMANDS).items())
 
 HELP = f"""\
 usage: dsv41 SUBCOMMAND [options]
@@ -34,6 +39,9 @@ then:
   dsv41 validate --ckpt_path runs/tiny/version_0/checkpoints/best.ckpt
   dsv41 fit --config configs/tiny.yaml --config configs/overlays/no_engram.yaml
                                                              without a part of the architecture
+  dsv41 export --ckpt_path runs/tiny/version_0/checkpoints/best.ckpt --output tiny-released
+                                                             weights for others, or for:
+  dsv41 fit --config configs/tiny.yaml --model.pretrained tiny-released
   dsv41 fit --config configs/tiny.yaml --print_config        every option with its value
   dsv41 fit --help                                           every option explained
 
@@ -63,6 +71,10 @@ def main(args: list[str] | None = None) -> None:
         print(_versions())
     elif first in SUBCOMMANDS:
         _run(args)
+    elif first in FOLDER_COMMANDS:
+        from lightning_modules import commands
+
+        commands.main(first, args[1:])
     else:
         print(_unknown(first) if first else HELP, end="", file=sys.stderr)
         sys.exit(2)
@@ -81,8 +93,9 @@ def _run(args: list[str]) -> None:
 def _unknown(word: str) -> str:
     from difflib import get_close_matches
 
-    near = get_close_matches(word, SUBCOMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(SUBCOMMANDS)}"
+    known = [*SUBCOMMANDS, *FOLDER_COMMANDS]
+    near = get_close_matches(word, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
     wrong = f"there is no subcommand {word!r}; {hint}"
     if word.startswith("-"):
         wrong = f"the subcommand comes before its options, such as: dsv41 fit {word}"

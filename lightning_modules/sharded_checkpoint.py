@@ -4,7 +4,10 @@
       __0_0.distcp, __1_0.distcp, ...   tensors of the model and the optimizers (torch.distributed.checkpoint)
       .metadata                         where which part of which tensor is
       meta.pt                           everything else: plain values, opened with weights_only=True
-      complete.json                     written last: sizes of the files above (see `files.py`)
+      complete.json                     written last: sizes and SHA-256 of the files above (see `dsv41/files.py`)
+
+Every file is compared with its checksum before any tensor is read into a model; folders written before there were
+checksums open without. Nothing in a folder is executed (see `safe_load.py`).
 
 The folder has to be on storage that all ranks see. Tensors are named ``state_dict.NAME`` and
 ``optimizer_I.state.NAME.KEY``, so they are found again whatever the number of ranks. A parameter without optimizer
@@ -23,11 +26,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from lightning_modules.files import is_complete
+from dsv41.files import (
+    DamagedFileError,
+    files_in,
+    is_complete,
+    os_error_behind,
+    plain_name,
+    require_intact,
+    sha256_of,
+    unwritten,
+)
 from lightning_modules.listing import first_few
 from lightning_modules.optimizer_state import numbered_state
+from lightning_modules.safe_load import METADATA, choices_named, read_metadata, read_plain, refusal
 
 META = "meta.pt"
 
@@ -67,18 +80,44 @@ def split_tensors(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     return tensors, meta
 
 
+def size_of(tensors: Any) -> int:
+    """Bytes of all tensors in nested dictionaries, of sharded ones all parts."""
+    if isinstance(tensors, Mapping):
+        return sum(size_of(value) for value in tensors.values())
+    return tensors.nbytes if isinstance(tensors, Tensor) else 0
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Keeps the reason of a failure, which exceptions lose on their way to other ranks."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            cause = os_error_behind(error)
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror) from error
+
+
 def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
     """Write every rank's part. Called by all ranks; if one fails, all raise.
 
     Raises:
-        OSError: A rank could not write; the message says which and why.
+        OSError: A rank could not write; the message says which, why, and how much room there is.
     """
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
     try:
         dcp.save(tensors, storage_writer=writer)
     except CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-        raise OSError(f"{folder.name} could not be written ({reasons})") from error
+        codes = [failure[0].errno for failure in error.failures.values() if isinstance(failure[0], OSError)]
+        raise unwritten(plain_name(folder), reasons, codes[0] if codes else None, size_of(tensors)) from error
+
+
+def checksums_of_rank(folder: Path, rank: int) -> dict[str, str]:
+    """SHA-256 of what `write_tensors` has written on a rank, by file name."""
+    return {file.name: sha256_of(file) for file in folder.glob(f"__{rank}_*")}
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
@@ -89,20 +128,77 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def require_intact_share(folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Compare every `ranks`-th file of a folder with its checksum; all ranks together read each file once.
+
+    Raises:
+        IncompleteCheckpointError: The folder is not complete.
+        DamagedFileError: A file is not what was written; the message names it and what could be loaded instead.
+    """
+    _require_complete(folder)
+    try:
+        require_intact(folder, files_in(folder)[rank::ranks])
+    except DamagedFileError as error:
+        raise choices_named(folder, error) from error
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """Everything but the tensors.
 
     Raises:
         IncompleteCheckpointError: The folder is not complete.
+        ValueError: The file is damaged, or holds more than plain values and tensors.
     """
     _require_complete(folder)
-    meta: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=True)
-    return meta
+    require_intact(folder, [META])
+    return read_plain(folder / META)
+
+
+def _metadata(folder: Path) -> Metadata:
+    _require_complete(folder)
+    require_intact(folder, [METADATA])
+    return read_metadata(folder / METADATA, files_in(folder))
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads metadata of tensors only, and nothing that has to be executed."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = _metadata(Path(self.path))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        self._reading = sinfo.relative_path
+        return super()._slice_file(file, sinfo)
+
+    def read_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().read_data(*args, **kwargs)
+        except OSError:
+            raise
+        except Exception as error:
+            # Not chained: torch's text says how to have it executed.
+            raise ValueError(f"ckpt_path: {Path(self.path) / self._reading} {refusal(error)}") from None
+
+
+def _read_tensors(folder: Path, tensors: dict[str, Any], no_dist: bool = False) -> None:
+    """Read into the memory of nested tensors, with `no_dist` by this process alone; if a rank fails, all raise."""
+    if no_dist:
+        _metadata(folder)  # the error of a reader would come wrapped
+    try:
+        with warnings.catch_warnings():
+            if no_dist:
+                warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")  # it is
+            dcp.load(tensors, storage_reader=_Reader(folder), no_dist=no_dist)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise ValueError(str(first)) from None
 
 
 def _stored(folder: Path) -> dict[tuple[Any, ...], TensorStorageMetadata]:
     """Path of every tensor in the folder, ("state_dict", NAME) say, and its sizes."""
-    metadata: Metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata = _metadata(folder)
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data
     return {
         paths[key]: entry
@@ -130,14 +226,41 @@ def require_same_tensors(
         raise ValueError(f"ckpt_path: the tensors of {path} are not the model's: " + "; ".join(problems[:6]))
 
 
+def model_tensors(folder: Path) -> dict[str, Tensor]:
+    """The model's tensors by name, on the meta device: shapes and dtypes.
+
+    Raises:
+        IncompleteCheckpointError: The folder is not complete.
+        ValueError: The metadata are damaged or hold anything else than tensors.
+    """
+    return {
+        path[1]: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for path, entry in _stored(folder).items()
+        if path[0] == "state_dict"
+    }
+
+
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the model's tensors."""
-    return {path[1]: tuple(entry.size) for path, entry in _stored(folder).items() if path[0] == "state_dict"}
+    """Names and shapes of `model_tensors`."""
+    return {name: tuple(tensor.shape) for name, tensor in model_tensors(folder).items()}
 
 
-def read_model(folder: Path, targets: dict[str, Tensor]) -> None:
-    """Read tensors of the model into the memory of `targets`, whose names and shapes agree. Called by all ranks."""
-    dcp.load({"state_dict": targets}, storage_reader=dcp.FileSystemReader(folder))
+def read_model(folder: Path, targets: dict[str, Tensor], no_dist: bool = False) -> None:
+    """Read tensors of the model into the memory of `targets`, whose names and shapes agree.
+
+    Args:
+        folder: The checkpoint.
+        targets: Some or all of the names in `model_shapes`, with tensors of any dtype and device to fill.
+        no_dist: False is called by all ranks, after each has called `require_intact_share`. True is for one process,
+            which needs no process group; it compares all files with their checksums first.
+
+    Raises:
+        DamagedFileError: With `no_dist`: a file is not what was written; no tensor has been touched.
+        ValueError: A file holds anything else than tensors.
+    """
+    if no_dist:
+        require_intact_share(folder)
+    _read_tensors(folder, {"state_dict": targets}, no_dist)
 
 
 def read_optimizer(folder: Path, index: int, parameters: Mapping[str, Tensor], plain: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +288,7 @@ def read_optimizer(folder: Path, index: int, parameters: Mapping[str, Tensor], p
             target = torch.zeros(entry.size, dtype=dtype)
         tensors.setdefault(name, {})[key] = target
     if tensors:
-        dcp.load({f"optimizer_{index}": {"state": tensors}}, storage_reader=dcp.FileSystemReader(folder))
+        _read_tensors(folder, {f"optimizer_{index}": {"state": tensors}})
     return _rejoined(plain, tensors)
 
 
@@ -176,27 +299,34 @@ def _rejoined(plain: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> d
     return plain | {"state": {name: plain["state"].get(name, {}) | tensors.get(name, {}) for name in names}}
 
 
-def read_whole(folder: Path) -> dict[str, Any]:
+def read_whole(folder: Path, optimizers: bool = True) -> dict[str, Any]:
     """Assemble an ordinary Lightning checkpoint in the memory of one process, without a process group.
+
+    Args:
+        folder: The checkpoint.
+        optimizers: False leaves the optimizers' states out, two thirds of the memory with AdamW.
 
     Raises:
         IncompleteCheckpointError: The folder is not complete.
+        DamagedFileError: A file is not what was written.
+        ValueError: A file holds anything else than tensors and plain values.
     """
+    require_intact_share(folder)
     checkpoint = read_meta(folder)
+    plain_optimizers = checkpoint.pop("optimizer_states", [])
     tensors: dict[str, Any] = {}
     for path, entry in _stored(folder).items():
+        if not optimizers and path[0] != "state_dict":
+            continue
         place = tensors
         for key in path[:-1]:
             place = place.setdefault(key, {})
         place[path[-1]] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")  # it is
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    _read_tensors(folder, tensors, no_dist=True)
     checkpoint["state_dict"] = tensors["state_dict"]
-    optimizers = []
-    for index, plain in enumerate(checkpoint.get("optimizer_states", [])):
-        stored = tensors.get(f"optimizer_{index}", {"state": {}})["state"]
-        optimizers.append(numbered_state(_rejoined(plain, stored)))
-    if optimizers:
-        checkpoint["optimizer_states"] = optimizers
+    if plain_optimizers and optimizers:
+        stored = [tensors.get(f"optimizer_{index}", {"state": {}})["state"] for index in range(len(plain_optimizers))]
+        checkpoint["optimizer_states"] = [
+            numbered_state(_rejoined(plain, state)) for plain, state in zip(plain_optimizers, stored, strict=True)
+        ]
     return checkpoint

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,9 +35,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsv41.files import begin_folder, discard, publish_folder, write_failures_explained
 from dsv41.sharding import copy_rows_
 from lightning_modules import sharded_checkpoint
-from lightning_modules.files import begin_folder, discard, publish_folder
 from lightning_modules.optimizer_state import (
     named_state,
     numbered_state,
@@ -45,6 +46,7 @@ from lightning_modules.optimizer_state import (
     sharded_state,
 )
 from lightning_modules.parallelize import MixedPrecision, ParallelOptions, parallelize, reshard
+from lightning_modules.safe_load import read_plain, require_sound
 
 T = TypeVar("T")
 
@@ -293,13 +295,23 @@ class EngramFSDPStrategy(ModelParallelStrategy):
             self._together(lambda: self.checkpoint_io.save_checkpoint(checkpoint, path), rank_zero=True)
             return
         tensors, meta = sharded_checkpoint.split_tensors(checkpoint)
-        partial = Path(self.broadcast(str(self._together(lambda: begin_folder(path), rank_zero=True))))
+
+        def begin() -> Path:
+            with write_failures_explained(path):
+                return begin_folder(path)
+
+        partial = Path(self.broadcast(str(self._together(begin, rank_zero=True))))
         try:
             sharded_checkpoint.write_tensors(partial, tensors)
+            checksums: list[dict[str, str] | None] = [None] * self.world_size
+            own = self._together(lambda: sharded_checkpoint.checksums_of_rank(partial, self.global_rank))
+            dist.all_gather_object(checksums, own)
 
             def finish() -> None:
-                sharded_checkpoint.write_meta(partial, meta)
-                publish_folder(partial, path, {"global_step": meta.get("global_step"), "ranks": self.world_size})
+                about = {"global_step": meta.get("global_step"), "ranks": self.world_size}
+                with write_failures_explained(path, sharded_checkpoint.size_of(tensors)):
+                    sharded_checkpoint.write_meta(partial, meta)
+                    publish_folder(partial, path, about, dict(ChainMap(*(sums or {} for sums in checksums))))
 
             self._together(finish, rank_zero=True)
         except Exception:
@@ -314,18 +326,22 @@ class EngramFSDPStrategy(ModelParallelStrategy):
         others.
 
         Raises:
-            ValueError: The folder is not complete.
+            DamagedFileError: A file is cut or a bit in it has changed; the ranks share the reading.
+            ValueError: The folder is not complete, or a file holds anything else.
         """
         path = Path(self.broadcast(checkpoint_path))
         self._restored_from = path
 
-        def read() -> dict[str, Any]:
+        def check() -> None:
             if path.is_dir():
-                return sharded_checkpoint.read_meta(path)
-            loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            return loaded
+                sharded_checkpoint.require_intact_share(path, self.global_rank, self.world_size)
+            elif self.global_rank == 0:
+                require_sound(path)
 
-        checkpoint = self._together(read)
+        self._together(check)
+        checkpoint = self._together(
+            lambda: sharded_checkpoint.read_meta(path) if path.is_dir() else read_plain(path, mmap=True)
+        )
         assert checkpoint is not None
         return checkpoint
 

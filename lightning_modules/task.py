@@ -31,6 +31,7 @@ from lightning_modules.optim import (
     group_settings,
     scale_gradients_,
 )
+from lightning_modules.pretrained import load_pretrained
 from lightning_modules.strategy import EngramFSDPStrategy
 
 Batch = dict[str, Tensor]
@@ -64,6 +65,8 @@ class DeepseekV41Task(L.LightningModule):
         optimizer: AdamW.
         schedule: Learning rate over steps.
         tokenizer: Tokenizer of the data; the command line links it from the data module, so it is never typed twice.
+        pretrained: Folder whose weights a run without a checkpoint starts from: the released layout or that of
+            transformers, with its config.json, which also gives `config` where the command line sets this.
 
     Attributes:
         model: The model; None until `configure_model`.
@@ -81,6 +84,7 @@ class DeepseekV41Task(L.LightningModule):
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 - frozen
         schedule: ScheduleConfig = ScheduleConfig(),  # noqa: B008 - frozen
         tokenizer: PreTrainedTokenizerFast | None = None,
+        pretrained: str | None = None,
     ) -> None:
         super().__init__()
         # load_from_checkpoint gives back the plain values that are saved below.
@@ -103,9 +107,13 @@ class DeepseekV41Task(L.LightningModule):
                 "backend": asdict(backend),
                 "optimizer": asdict(optimizer),
                 "schedule": asdict(schedule),
+                "pretrained": pretrained,
             }
         )
         self.tokenizer = tokenizer
+        self.pretrained = pretrained
+        self._has_weights = pretrained is None
+        self._validated_at: int | None = None
         self.model: DeepseekV41ForCausalLM | None = None
         self.metrics = LanguageModelMetric()
         self.tokens_seen = 0
@@ -153,6 +161,29 @@ class DeepseekV41Task(L.LightningModule):
                 f"data.sequence_length: {length} exceeds model.config.max_position_embeddings="
                 f"{self.text_config.max_position_embeddings}"
             )
+
+    def _start_from_pretrained(self) -> None:
+        """Read `pretrained`, once, unless a checkpoint holds newer weights. The model exists, whole or sharded."""
+        if not self._has_weights and self.trainer.ckpt_path is None:
+            assert self.pretrained is not None
+            load_pretrained(self.built, self.pretrained, self.tokenizer)
+        self._has_weights = True
+
+    def on_fit_start(self) -> None:
+        """Start from `pretrained` weights."""
+        self._start_from_pretrained()
+
+    def on_validation_start(self) -> None:
+        """Like `on_fit_start`, where validation alone is asked for."""
+        self._start_from_pretrained()
+
+    def on_test_start(self) -> None:
+        """Like `on_fit_start`."""
+        self._start_from_pretrained()
+
+    def on_predict_start(self) -> None:
+        """Like `on_fit_start`."""
+        self._start_from_pretrained()
 
     def on_train_start(self) -> None:
         """Log every step of a run that is shorter than the logging interval; let the command line's schedule rule."""
@@ -251,6 +282,7 @@ class DeepseekV41Task(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log `val/loss` (nats per token), `val/perplexity`, `val/bits_per_byte`."""
         self._log_metrics("val")
+        self._validated_at = self.trainer.global_step
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to the test metrics."""
@@ -273,13 +305,16 @@ class DeepseekV41Task(L.LightningModule):
     # ------------------------------------------------------------------ checkpoints
 
     def _architecture(self) -> dict[str, Any]:
-        hashing = self.built.model.engram_hash
-        fingerprint = None if hashing is None else hashing.map_fingerprint
-        return checkpoint_rule.architecture(self.built.config.text_config, fingerprint)
+        return checkpoint_rule.architecture(self.built.config.text_config, self.built.map_fingerprint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record the architecture and the tokens seen."""
-        checkpoint[checkpoint_rule.KEY] = self._architecture() | {"tokens_seen": self.tokens_seen}
+        """Record the architecture, the tokens seen, and what the last validation found."""
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items() if name[:4] == "val/"}
+        checkpoint[checkpoint_rule.KEY] = self._architecture() | {
+            "tokens_seen": self.tokens_seen,
+            "metrics": metrics,
+            "validated_at": self._validated_at,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another function; let the command line win elsewhere (see `checkpoint_rule`)."""

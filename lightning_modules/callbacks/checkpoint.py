@@ -10,7 +10,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_modules.files import discard, settle, whole_names
+from dsv41.files import discard, leftovers, plain_name, settle, whole_names
 
 BEST_NAME = "best"
 _STEP_FILE = re.compile(r"^step-(\d+)\.ckpt$")
@@ -129,6 +129,19 @@ def run_number(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def _runs(runs: Path) -> list[Path]:
+    """Directories of checkpoints, the newest run first."""
+    numbered = [(number, path) for path in runs.glob("*") if (number := run_number(path)) is not None]
+    return [run / "checkpoints" for _, run in sorted(numbered, reverse=True)]
+
+
+def _found_in(folder: Path, name: str) -> Path | None:
+    if name == BEST_NAME:
+        return whole_names(folder).get(f"{BEST_NAME}.ckpt")
+    steps = steps_in(folder)
+    return steps[-1] if steps else None
+
+
 def find_checkpoint(runs: Path, name: str) -> Path | None:
     """Resolve "last" or "best" among the runs of one experiment.
 
@@ -141,12 +154,15 @@ def find_checkpoint(runs: Path, name: str) -> Path | None:
     Returns:
         The file or folder, or None.
     """
-    numbered = [(number, path) for path in runs.glob("*") if (number := run_number(path)) is not None]
-    for _, run in sorted(numbered, reverse=True):
-        folder = run / "checkpoints"
-        if name == BEST_NAME:
-            if best := whole_names(folder).get(f"{BEST_NAME}.ckpt"):
-                return best
-        elif steps := steps_in(folder):
-            return steps[-1]
-    return None
+    return next((found for folder in _runs(runs) if (found := _found_in(folder, name))), None)
+
+
+def passed_over(runs: Path, name: str) -> list[Path]:
+    """What `find_checkpoint` has seen and not taken: incomplete checkpoints, and what kills have left of others."""
+    seen: list[Path] = []
+    for folder in _runs(runs):
+        kind = re.compile(rf"^{BEST_NAME}\.ckpt$") if name == BEST_NAME else _STEP_FILE
+        seen += [path for path in leftovers(folder) if kind.match(plain_name(path).name)]
+        if _found_in(folder, name):
+            break
+    return seen

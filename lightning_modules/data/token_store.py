@@ -15,9 +15,9 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from dsv41.files import written_whole
 from lightning_modules.data.corpus import Document
 from lightning_modules.data.splits import Split
-from lightning_modules.files import written_whole
 
 _BATCH_CHARACTERS = 1 << 20
 """Text that is tokenised at a time: enough for all cores, and little beside the tokens in memory."""

@@ -15,9 +15,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from dsv41.files import written_whole
 from lightning_modules.data.corpus import Document
 from lightning_modules.data.splits import corpus_digest
-from lightning_modules.files import written_whole
 
 SPECIAL_TOKENS = {
     "bos_token": "<｜begin▁of▁sentence｜>",

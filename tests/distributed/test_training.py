@@ -26,17 +26,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM
+from dsv41.checkpoint import save_released
 from dsv41.config import IGNORE_INDEX
 from lightning_modules.cli import get_cli
 from lightning_modules.data.sampler import Position, ResumableBatchSampler
+from lightning_modules.export import Format, export_checkpoint
+from lightning_modules.sharded_checkpoint import read_whole
 
 pytestmark = pytest.mark.timeout(1800)
 
 SCRIPT = Path(__file__).with_name("training_checks.py")
 # What each launch runs, in this order: ranks (None is without the strategy) and checks.
 PLAN: dict[str, tuple[int | None, str]] = {
-    "plain": (None, "sgd,accumulated,clipped,evaluated,saved"),
-    "two": (2, "sgd,accumulated,clipped,evaluated,resumed,one_file,stateless,precisions,from:plain/saved"),
+    "plain": (None, "sgd,accumulated,clipped,evaluated,saved,pretrained"),
+    "two": (2, "sgd,accumulated,clipped,evaluated,resumed,one_file,stateless,precisions,pretrained,from:plain/saved"),
     "three": (3, "sgd,evaluated,resumed,from:two/saved"),
     "back": (2, "from:three/saved,from:two/one_file"),
     "one": (1, "sgd,accumulated,evaluated,from:three/saved"),
@@ -54,6 +57,10 @@ def options(make_nano_args: Callable[[Path], list[str]], tmp_path_factory: pytes
 def launches(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a folder per launch."""
     base = tmp_path_factory.mktemp("launches")
+    task = get_cli(options, run=False).model
+    torch.manual_seed(7)
+    model = DeepseekV41ForCausalLM(DeepseekV41Config(text_config=task.text_config), tokenizer=task.tokenizer)
+    save_released(model, base / "released", quantized=True)
     for name, (ranks, checks) in PLAN.items():
         (base / name).mkdir()
         command, extra = [sys.executable], []
@@ -251,3 +258,26 @@ def test_a_single_file_goes_on_with_and_without_the_strategy(launches: Path, lau
     ours, unbroken = found(launches, launch, "from_two_one_file"), found(launches, "two", "one_file")
     assert worst(ours["parameters"], unbroken["parameters"]) < 1e-3
     assert ours["optimizer"].keys() == unbroken["optimizer"].keys()
+
+
+def test_training_from_a_folder_of_weights_is_the_same_on_two_ranks(launches: Path) -> None:
+    ours, plain = found(launches, "two", "pretrained"), found(launches, "plain", "pretrained")
+    for part in ("gradients", "parameters", "optimizer"):
+        assert worst(ours[part], plain[part]) < 1e-9, part
+    drawn = found(launches, "plain", "saved")
+    assert worst(plain["gradients"], drawn["gradients"]) > 1e-2, "other weights than those drawn from the seed"
+
+
+@pytest.mark.parametrize("layout", ["released", "hf"])
+def test_one_process_exports_what_two_ranks_saved(launches: Path, layout: Format, tmp_path: Path) -> None:
+    path = launches / "two" / "runs" / "saved" / "version_0" / "checkpoints" / "step-00000006.ckpt"
+    assert path.is_dir()
+    export_checkpoint(str(path), str(tmp_path / "out"), layout, tokenizer=str(launches / "released"))
+    model = DeepseekV41ForCausalLM.from_pretrained(tmp_path / "out")
+    saved = read_whole(path)["state_dict"]
+    own = model.state_dict()
+    assert own["lm_head.weight"].dtype == torch.float64
+    assert {f"model.{name}" for name in own} == saved.keys()
+    for name, value in own.items():
+        assert torch.equal(value, saved[f"model.{name}"]), name
+    assert "6" in (tmp_path / "out" / "README.md").read_text()

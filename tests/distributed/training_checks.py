@@ -109,9 +109,14 @@ class Launch:
         self.options = options
 
     def train(
-        self, check: str, *extra: str, task: type[UnevenTask] = UnevenTask, resume: str | None = None
+        self,
+        check: str,
+        *extra: str,
+        task: type[UnevenTask] = UnevenTask,
+        resume: str | None = None,
+        pretrained: str | None = None,
     ) -> dict[str, Values]:
-        """Fit, with the curves under ``runs/CHECK``; `resume` is a checkpoint."""
+        """Fit, with the curves under ``runs/CHECK``; `resume` is a checkpoint, `pretrained` a folder of weights."""
         cli = get_cli(
             [
                 *self.options,
@@ -122,7 +127,9 @@ class Launch:
             run=False,
         )
         made = cli.model
-        module = task(made.text_config, made.backend, made.optimizer_config, made.schedule_config, made.tokenizer)
+        module = task(
+            made.text_config, made.backend, made.optimizer_config, made.schedule_config, made.tokenizer, pretrained
+        )
         recorder = Recorder()
         cli.trainer.callbacks.append(recorder)
         cli.trainer.fit(module, cli.datamodule, ckpt_path=resume)
@@ -206,6 +213,14 @@ def stateless(launch: Launch) -> None:
         same(launch.train(f"{check}_resumed", *STEPS, *extra, task=StatelessTask, resume=middle), end)
 
 
+def pretrained(launch: Launch) -> None:
+    """Start from weights in FP8 and FP4 that the test has written beside the launches, then go on from the middle."""
+    folder = str(launch.out.parent / "released")
+    end = launch.train("pretrained", *STEPS, task=AdamTask, pretrained=folder)
+    middle = middle_of(launch.out, "pretrained")
+    same(launch.train("pretrained_resumed", *STEPS, task=AdamTask, resume=middle, pretrained=folder), end)
+
+
 def from_other(launch: Launch, folder: str, check: str) -> None:
     """Go on from what another launch, in a folder beside this one, has saved."""
     extra = ONE_FILE if check == "one_file" and dist.is_initialized() else ()
@@ -256,7 +271,7 @@ def evaluated(launch: Launch) -> None:
 
 CHECKS: dict[str, Callable[[Launch], Any]] = {
     check.__name__: check
-    for check in (sgd, accumulated, clipped, saved, resumed, one_file, stateless, precisions, evaluated)
+    for check in (sgd, accumulated, clipped, saved, resumed, one_file, stateless, precisions, evaluated, pretrained)
 }
 
 

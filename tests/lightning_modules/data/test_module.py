@@ -12,8 +12,8 @@ import torch
 from jsonargparse import ArgumentParser
 
 from dsv41.cache import default_cache_dir
+from dsv41.files import written_whole
 from lightning_modules.data import TextDataModule, prepared, token_store, tokenization
-from lightning_modules.files import written_whole
 
 # Lightning 2.6 uses a name that torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")

@@ -1,18 +1,20 @@
 """Files and folders that appear whole or not at all.
 
 What is being written has another name in the same directory, ``NAME.<32 hex digits>.partial``, and gets its own when it
-is complete. A folder says so itself: its marker, written last, lists its files with their sizes. What is being deleted
-is renamed first (``.deleted``), so that half of it is never mistaken for the whole.
+is complete. A folder says so itself: its marker, written last, lists its files with their sizes and checksums. What is
+being deleted is renamed first (``.deleted``), so that half of it is never mistaken for the whole.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 MARKER = "complete.json"
 _LEFTOVER = re.compile(r"^(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>partial|replaced|deleted)$")
+# A full disk, a spent quota, the limit on the size of a file.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DamagedFileError(ValueError):
+    """A file whose checksum is not that of what was written."""
 
 
 def _beside(path: Path, kind: str) -> Path:
@@ -62,6 +70,45 @@ def written_whole(path: Path) -> Iterator[Path]:
             partial.unlink()
 
 
+def os_error_behind(error: BaseException) -> OSError | None:
+    """The OSError that `error` is or comes from: a full disk turns into a RuntimeError inside torch's zip writer."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
+def unwritten(path: Path, reason: str, code: int | None, needed: int = 0) -> OSError:
+    """The error of a write that has failed: what, why, how much room there is, and that nothing is lost.
+
+    Args:
+        path: What was to be written.
+        reason: Why it was not.
+        code: `errno` of the failure, if known; what is free is said where it matters.
+        needed: About how many bytes `path` would have had, if known.
+    """
+    room = ""
+    if code in _NO_ROOM:
+        with suppress(OSError):
+            free = shutil.disk_usage(next(parent for parent in path.absolute().parents if parent.is_dir())).free
+            room = f" (about {needed / 1e6:,.1f} MB were needed" if needed else " ("
+            room += f"{', ' if needed else ''}{free / 1e6:,.1f} MB are free there)"
+    text = f"{path} could not be written: {reason}{room}; what was complete before is untouched"
+    return OSError(text) if code is None else OSError(code, text)
+
+
+@contextmanager
+def write_failures_explained(path: Path, needed: int = 0) -> Iterator[None]:
+    """Raise `unwritten` for what fails in the block because of the disk; the arguments are those of `unwritten`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = os_error_behind(error)
+        if cause is None:
+            raise
+        raise unwritten(path, cause.strerror or str(cause), cause.errno, needed) from error
+
+
 def _take_name(partial: Path, path: Path) -> None:
     """Give `partial` its name, in place of whatever has it.
 
@@ -91,31 +138,78 @@ def begin_folder(path: Path) -> Path:
     return partial
 
 
-def publish_folder(partial: Path, path: Path, about: dict[str, Any]) -> None:
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def publish_folder(
+    partial: Path, path: Path, about: dict[str, Any], checksums: Mapping[str, str] | None = None
+) -> None:
     """Mark a folder as complete and give it its name, in place of whatever has it.
 
     Args:
         partial: From `begin_folder`, its files written and flushed.
         path: Its name.
         about: Plain values to keep in the marker.
+        checksums: `sha256_of` of files that who wrote them knows already; the others are read once more.
     """
-    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    files = sorted(partial.iterdir())
+    sizes = {file.name: file.stat().st_size for file in files}
+    known = checksums or {}
+    sums = {file.name: known.get(file.name) or sha256_of(file) for file in files}
     marker = partial / MARKER
-    marker.write_text(json.dumps(about | {"files": sizes}, indent=1))
+    marker.write_text(json.dumps(about | {"files": sizes, "sha256": sums}, indent=1))
     _flush(marker)
     _flush(partial)
     _take_name(partial, path)
 
 
 def is_complete(path: Path) -> bool:
-    """Whether `path` is a file, or a folder whose marker is there and agrees with the sizes of all its files."""
+    """Whether `path` is a file, or a folder whose marker is there and agrees with the sizes of all its files.
+
+    A marker that names anything but files of its own folder is none.
+    """
     if not path.is_dir():
         return path.is_file()
     try:
         sizes = json.loads((path / MARKER).read_text())["files"]
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return all(
+            Path(name).name == name and (path / name).is_file() and (path / name).stat().st_size == size
+            for name, size in sizes.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
+
+
+def files_in(path: Path) -> list[str]:
+    """Names of the files that a complete folder's marker lists, sorted."""
+    return sorted(json.loads((path / MARKER).read_text())["files"])
+
+
+def checksums_of(path: Path) -> dict[str, str]:
+    """Checksums that a folder's marker gives, by file; none if it gives none (or there is no marker)."""
+    try:
+        found = json.loads((path / MARKER).read_text()).get("sha256", {})
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+def require_intact(path: Path, names: Iterable[str]) -> None:
+    """Read files of a folder once and compare them with its marker's checksums, where it gives any.
+
+    Raises:
+        DamagedFileError: A file is not the one that was written; the message names it.
+    """
+    sums = checksums_of(path)
+    for name in names:
+        if name in sums and sha256_of(path / name) != sums[name]:
+            raise DamagedFileError(
+                f"{path / name}: its content is not what was written (its SHA-256 differs from the one in {MARKER}); "
+                "the disk or a copy has damaged it"
+            )
 
 
 def remove_whole(path: Path) -> None:
@@ -156,6 +250,26 @@ def whole_names(directory: Path) -> dict[str, Path]:
     # Names second: what is published in between is found either waiting or under its name.
     named = {path.name: path for path in directory.glob("*") if not _LEFTOVER.match(path.name) and is_complete(path)}
     return waiting | named
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """What is in a directory and not complete, or has been left by a kill and waits for no name. Renames nothing."""
+    taken = set(whole_names(directory).values())
+    return sorted(
+        path
+        for path in directory.glob("*")
+        if path not in taken and (_LEFTOVER.match(path.name) or not is_complete(path))
+    )
+
+
+def complete_beside(path: Path) -> list[str]:
+    """Names of what else is complete beside `path` and ends alike: what comes before it by name, the last one first.
+
+    Everything else, if nothing comes before it. Names with a number of fixed width order as the numbers do.
+    """
+    names = [name for name in whole_names(path.parent) if Path(name).suffix == path.suffix]
+    others = sorted((name for name in names if name != plain_name(path).name), reverse=True)
+    return [name for name in others if name < path.name] or others
 
 
 def plain_name(path: Path) -> Path:

@@ -1,12 +1,13 @@
 """Files and folders are whole under their name, whenever the process that writes or deletes them is killed.
 
-Run as a script, this file does one piece of work again and again, each time in a folder of its own and in a process of
+Run as a script, this file does each piece of work again and again, each time in a folder of its own and in a process of
 its own, which is killed before its first file operation, before its second, and so on.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import json
 import os
@@ -22,15 +23,22 @@ from typing import Any
 
 import pytest
 
-from lightning_modules.files import (
+from dsv41.files import (
     MARKER,
+    DamagedFileError,
     begin_folder,
+    checksums_of,
+    complete_beside,
     discard,
+    files_in,
     is_complete,
+    leftovers,
     publish_folder,
     remove_whole,
+    require_intact,
     settle,
     whole_names,
+    write_failures_explained,
     written_whole,
 )
 
@@ -160,12 +168,12 @@ def kill_before_operation(number: int) -> None:
     os.fsync = fsync
 
 
-def kill_everywhere(work: Work, root: Path) -> None:
-    """Do the work in ``root/0``, ``root/1``, ... until there is no operation left to be killed at; print the fates."""
+def kill_everywhere(work: Work, root: Path) -> list[str]:
+    """Do the work in ``root/0``, ``root/1``, ... until there is no operation left to be killed at; return the fates."""
     fates: list[str] = []
     while not fates or fates[-1] == "killed":
         path = root / str(len(fates)) / NAME
-        path.parent.mkdir()
+        path.parent.mkdir(parents=True)
         work.before(path)
         child = os.fork()
         if child == 0:
@@ -178,17 +186,29 @@ def kill_everywhere(work: Work, root: Path) -> None:
             os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         fates.append({0: "undisturbed", 1: "failed", -signal.SIGKILL: "killed"}[code])
-    print(json.dumps(fates))
+    return fates
 
 
-def killed_in(root: Path, work: str) -> list[Path]:
-    """NAME in a directory for each operation before which the work was killed, and one in which it was not."""
-    command = [sys.executable, __file__, work, str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each work, with a directory for each operation before which it was killed, and one without a kill.
+
+    One process does them all: its imports take longer than the rest.
+    """
+    root = tmp_path_factory.mktemp("killed")
+    done = subprocess.run(
+        [sys.executable, __file__, str(root)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
-    fates = json.loads(done.stdout)
-    assert fates == ["killed"] * (len(fates) - 1) + ["undisturbed"], done.stderr
-    return [root / str(number) / NAME for number in range(len(fates))]
+    for name, fates in json.loads(done.stdout).items():
+        assert fates == ["killed"] * (len(fates) - 1) + ["undisturbed"], f"{name}: {done.stderr}"
+    return root
+
+
+def killed_in(killed: Path, work: str, root: Path) -> list[Path]:
+    """NAME in a copy of each directory of a work, in the order of the operations."""
+    shutil.copytree(killed / work, root / work)
+    return [root / work / str(number) / NAME for number in range(len(list((root / work).iterdir())))]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +226,11 @@ def killed_in(root: Path, work: str) -> list[Path]:
         ("directory settled", 10),
     ],
 )
-def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new(tmp_path: Path, name: str, fewest: int) -> None:
+def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new(
+    killed: Path, tmp_path: Path, name: str, fewest: int
+) -> None:
     work = WORK[name]
-    paths = killed_in(tmp_path, name)
+    paths = killed_in(killed, name, tmp_path)
     assert len(paths) > fewest
 
     renewed = False
@@ -229,14 +251,14 @@ def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new(tmp_path: Pa
     assert renewed
 
 
-def test_kills_reach_the_moment_without_a_name_and_the_half_written_marker(tmp_path: Path) -> None:
+def test_kills_reach_the_moment_without_a_name_and_the_half_written_marker(killed: Path, tmp_path: Path) -> None:
     """The worst moments are among those of the test above: otherwise it would show little."""
-    nameless = [path.parent for path in killed_in(tmp_path, "folder over folder") if not path.exists()]
+    nameless = [path.parent for path in killed_in(killed, "folder over folder", tmp_path) if not path.exists()]
     assert nameless
     for directory in nameless:
         assert sorted(path.suffix for path in directory.iterdir()) == [".partial", ".replaced"]
         assert all(is_complete(path) for path in directory.iterdir())
-    markers = [marker.read_text() for marker in tmp_path.glob(f"*/*.partial/{MARKER}")]
+    markers = [marker.read_text() for marker in tmp_path.glob(f"*/*/*.partial/{MARKER}")]
     assert "" in markers
     assert any(text and not text.endswith("}") for text in markers)
 
@@ -336,7 +358,11 @@ def test_publication_marks_the_folder_and_leaves_nothing_else(tmp_path: Path) ->
     assert content_of(path) == NEW
     assert [entry.name for entry in path.parent.iterdir()] == [NAME]
     marker = json.loads((path / MARKER).read_text())
-    assert marker == {"global_step": 7, "files": {name: len(content) for name, content in NEW.items()}}
+    assert marker == {
+        "global_step": 7,
+        "files": {name: len(content) for name, content in NEW.items()},
+        "sha256": {name: hashlib.sha256(content).hexdigest() for name, content in NEW.items()},
+    }
 
 
 def test_a_folder_takes_the_place_of_a_file_and_goes_for_the_next(tmp_path: Path) -> None:
@@ -515,5 +541,96 @@ def test_a_directory_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     assert settle(tmp_path / "nothing") == []
 
 
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "below/file", "..", ".", "", "below"])
+def test_a_marker_that_names_anything_but_files_of_its_folder_makes_it_incomplete(tmp_path: Path, name: str) -> None:
+    path = complete_folder(tmp_path / NAME, OLD)
+    (path / "below").mkdir()
+    for file in (tmp_path / "secret", path / "below" / "file"):
+        file.write_bytes(b"12345")
+    size = (path / name).stat().st_size
+    (path / MARKER).write_text(json.dumps({"files": {name: size}}))
+    assert not is_complete(path)
+
+
+def test_a_wrong_bit_is_found_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    publish(path, OLD)
+    assert files_in(path) == sorted(OLD)
+    require_intact(path, files_in(path))
+    (path / "__1_0.distcp").write_bytes(b"olD 1")
+    assert is_complete(path), "sizes do not tell"
+    require_intact(path, ["__0_0.distcp", "meta.pt"])
+    with pytest.raises(DamagedFileError, match=rf"{NAME}/__1_0\.distcp: its content is not what was written"):
+        require_intact(path, files_in(path))
+
+
+def test_checksums_that_the_writer_knows_are_not_computed_again(tmp_path: Path) -> None:
+    partial = begin_folder(tmp_path / NAME)
+    write_files(partial, OLD)
+    publish_folder(partial, tmp_path / NAME, {}, {"meta.pt": "known"})
+    found = checksums_of(tmp_path / NAME)
+    assert found.keys() == OLD.keys()
+    assert [name for name, value in found.items() if value == "known"] == ["meta.pt"]
+
+
+def test_a_folder_without_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = complete_folder(tmp_path / NAME, OLD)
+    assert checksums_of(path) == {}
+    require_intact(path, files_in(path))
+
+
+def test_leftovers_are_told_and_left_where_they_are(tmp_path: Path) -> None:
+    names = leave(tmp_path)
+    half_folder(tmp_path / "step-00000300.ckpt")
+    complete_folder(tmp_path / "best.ckpt", OLD)
+    complete_folder(tmp_path / f"step-00000200.ckpt.{HEX}.partial", NEW)  # waits for its name
+    before = sorted(tmp_path.rglob("*"))
+    assert [path.name for path in leftovers(tmp_path)] == sorted([*names, "step-00000300.ckpt"])
+    assert sorted(tmp_path.rglob("*")) == before
+    assert leftovers(tmp_path / "nothing") == []
+
+
+def test_what_is_complete_beside_comes_with_the_last_before_it_first(tmp_path: Path) -> None:
+    steps = [complete_folder(tmp_path / f"step-{step:08d}.ckpt", OLD) for step in (100, 200, 300)]
+    assert complete_beside(steps[0]) == ["step-00000300.ckpt", "step-00000200.ckpt"]
+    half_folder(tmp_path / "step-00000150.ckpt")
+    (tmp_path / "best.ckpt").write_bytes(b"best")
+    (tmp_path / "notes.txt").write_bytes(b"mine")
+    assert complete_beside(steps[2]) == ["step-00000200.ckpt", "step-00000100.ckpt", "best.ckpt"]
+    assert complete_beside(steps[1]) == ["step-00000100.ckpt", "best.ckpt"]
+    assert complete_beside(tmp_path / "best.ckpt") == [step.name for step in reversed(steps)]
+
+
+def test_a_full_disk_is_told_with_the_room_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**10, 10**10, 3 * 10**6))  # type: ignore[attr-defined]
+    message = (
+        rf"{NAME} could not be written: No space left on device \(about 5\.0 MB were needed, 3\.0 MB are free there\); "
+        "what was complete before is untouched$"
+    )
+    with pytest.raises(OSError, match=message) as error, write_failures_explained(tmp_path / "new" / NAME, 5 * 10**6):
+        raise OSError(28, "No space left on device")
+    assert error.value.errno == 28
+
+
+def test_what_is_no_matter_of_room_says_nothing_of_it(tmp_path: Path) -> None:
+    with (
+        pytest.raises(PermissionError, match=rf"{NAME} could not be written: Permission denied; what"),
+        write_failures_explained(tmp_path / NAME, 5),
+    ):
+        raise PermissionError(13, "Permission denied")
+
+
+def test_the_disk_is_found_behind_another_error_and_nothing_else_is_taken_for_it(tmp_path: Path) -> None:
+    hidden = RuntimeError("unexpected pos 704 vs 598")
+    hidden.__context__ = OSError(28, "No space left on device")
+    with (
+        pytest.raises(OSError, match="could not be written: No space left on device"),
+        write_failures_explained(tmp_path / NAME),
+    ):
+        raise hidden
+    with pytest.raises(RuntimeError, match=r"^lost$"), write_failures_explained(tmp_path / NAME):
+        raise RuntimeError("lost")
+
+
 if __name__ == "__main__":
-    kill_everywhere(WORK[sys.argv[1]], Path(sys.argv[2]))
+    print(json.dumps({name: kill_everywhere(work, Path(sys.argv[1]) / name) for name, work in WORK.items()}))

@@ -1,0 +1,88 @@
+"""``dsv41 export`` and ``dsv41 import``: what is typed, and what is answered.
+
+Their options are few and no configuration, so argparse reads them, before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _export_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dsv41 export",
+        description="Write the weights of a checkpoint, of one rank or many, into a folder of safetensors with "
+        "config.json, tokenizer and model card.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ckpt_path", required=True, help="file or folder, such as runs/tiny/version_0/checkpoints/best.ckpt"
+    )
+    parser.add_argument("--output", required=True, help="folder to write, which must not exist or be empty")
+    parser.add_argument(
+        "--format", choices=("released", "hf"), default="released",
+        help="names of the release (default), or of the modules as transformers saves them; from_pretrained reads both",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=_DTYPES, help="of what is not quantised and need not stay fp32")
+    parser.add_argument("--quantized", action="store_true", help="FP8 and FP4 weights as in the release")
+    parser.add_argument("--max_shard_size", default="5GB", help="of a file (default 5GB)")
+    parser.add_argument("--tokenizer", help="folder of the tokenizer, if the run's own is not beside the checkpoint")
+    return parser
+
+
+def _import_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dsv41 import",
+        description="Check a folder of weights, and write a configuration that fine-tunes them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--from", dest="source", required=True, help="folder with config.json and safetensors")
+    parser.add_argument("--output", default="finetune.yaml", help="configuration to write (default finetune.yaml)")
+    return parser
+
+
+def _export(args: list[str]) -> None:
+    options = _export_parser().parse_args(args)
+    import torch
+
+    from lightning_modules.export import export_checkpoint
+
+    audit = export_checkpoint(
+        options.ckpt_path,
+        options.output,
+        options.format,
+        None if options.dtype is None else getattr(torch, options.dtype),
+        options.quantized,
+        options.max_shard_size,
+        options.tokenizer,
+    )
+    size = f"{audit.bytes_written / 1e6:,.1f} MB in {len(audit.files)} file(s)"
+    print(f"{audit.folder}: {len(audit.tensors)} tensors, {size}, with configuration, tokenizer and model card")
+    print(f"fine-tune it:  dsv41 fit --config CONFIG --model.pretrained {audit.folder}")
+    print(f"in Python:     DeepseekV41ForCausalLM.from_pretrained({str(audit.folder)!r})")
+
+
+def _import(args: list[str]) -> None:
+    options = _import_parser().parse_args(args)
+    from lightning_modules.importing import import_folder
+
+    print(import_folder(Path(options.source), Path(options.output)))
+
+
+COMMANDS = {"export": _export, "import": _import}
+
+
+def main(name: str, args: list[str]) -> None:
+    """Run ``dsv41 NAME ARGS``. Bad input ends with one line on stderr and status 1 (2 if it does not parse)."""
+    try:
+        COMMANDS[name](args)
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("DSV41_TRACEBACK"):
+            raise
+        print(f"dsv41: error: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,54 @@
+"""Numbers of a run for the model card: from the checkpoint itself and the run's saved configuration."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dsv41.model_card import RunNumbers
+from lightning_modules import checkpoint_rule
+
+
+def _configuration(run: Path) -> dict[str, Any]:
+    """The run's ``config.yaml``; empty if there is none, as for a checkpoint that was copied elsewhere."""
+    file = run / "config.yaml"
+    loaded = yaml.safe_load(file.read_text()) if file.is_file() else None
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def run_numbers(meta: dict[str, Any], run: Path) -> RunNumbers:
+    """What is known of a checkpoint's run.
+
+    Validation numbers are taken only if they were measured at the checkpoint's own step.
+
+    Args:
+        meta: Plain values of the checkpoint.
+        run: The run's directory.
+    """
+    config = _configuration(run)
+    data, trainer = config.get("data") or {}, config.get("trainer") or {}
+    about = meta[checkpoint_rule.KEY]
+    hyper = meta.get("hyper_parameters", {})
+    optimizer = hyper.get("optimizer") or {}
+    measured = about.get("metrics", {}) if about.get("validated_at") == meta.get("global_step") else {}
+    source = data.get("source")
+    seed = config.get("seed_everything")
+    return RunNumbers(
+        data=", ".join(source) if isinstance(source, list) else source,
+        steps=meta.get("global_step"),
+        tokens=about.get("tokens_seen"),
+        batch_size=data.get("batch_size"),
+        sequence_length=data.get("sequence_length"),
+        validation_loss=measured.get("val/loss"),
+        validation_bits_per_byte=measured.get("val/bits_per_byte"),
+        unigram_loss=measured.get("val/unigram_entropy"),
+        seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
+        precision=trainer.get("precision") or "32-true" if trainer else None,
+        optimizer="AdamW" if optimizer else None,
+        learning_rate=optimizer.get("lr"),
+        weight_decay=optimizer.get("weight_decay"),
+        software=f"torch {version('torch')}, lightning {version('lightning')}, transformers {version('transformers')}",
+    )
