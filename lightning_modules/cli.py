@@ -119,7 +119,7 @@ class DeepseekV41CLI(LightningCLI):
         config = self._get(self.config_init, "trainer", default={})
         plugins = _as_list(config.get("plugins"))
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-            kwargs["plugins"] = [*plugins, AtomicCheckpointIO()]
+            kwargs["plugins"] = [*plugins, AtomicCheckpointIO(optimizers=self.subcommand in (None, "fit"))]
         callbacks = _as_list(config.get("callbacks"))
         extra: list[Callback] = [PartSummary(), UnigramBaseline(), TokenThroughput(), GracefulInterrupt()]
         if config.get("logger") is not False:

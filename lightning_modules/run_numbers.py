@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,5 +49,5 @@ def run_numbers(meta: dict[str, Any], run: Path) -> RunNumbers:
         optimizer="AdamW" if optimizer else None,
         learning_rate=optimizer.get("lr"),
         weight_decay=optimizer.get("weight_decay"),
-        software=f"torch {version('torch')}, lightning {version('lightning')}, transformers {version('transformers')}",
+        software=f"lightning {trained_with}" if (trained_with := meta.get("pytorch-lightning_version")) else None,
     )

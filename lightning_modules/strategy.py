@@ -35,6 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dsv41.agreement import together
 from dsv41.files import begin_folder, discard, publish_folder, write_failures_explained
 from dsv41.sharding import copy_rows_
 from lightning_modules import sharded_checkpoint
@@ -58,10 +59,6 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 # Seconds between looks at the parent, and from its death to the end of the child, in which an error may still be said.
 _WATCH, _GRACE = 2.0, 20.0
-
-
-class OtherRankError(ValueError):
-    """Raised on the ranks that did not fail themselves, so that all stop alike."""
 
 
 def _end_with_parent(rank: int) -> None:
@@ -237,20 +234,7 @@ class EngramFSDPStrategy(ModelParallelStrategy):
 
     def _together(self, work: Callable[[], T], rank_zero: bool = False) -> T | None:
         """Run `work` on all ranks, or on rank 0 alone; if it fails on one, all raise."""
-        result, failure = None, None
-        if not rank_zero or self.global_rank == 0:
-            try:
-                result = work()
-            except Exception as error:
-                failure = error
-        failures: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(failures, None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        elsewhere = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
-        if elsewhere:
-            raise OtherRankError("; ".join(elsewhere))
-        return result
+        return together(lambda: work() if self.global_rank == 0 or not rank_zero else None, dist.group.WORLD)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's tensors: sharded, or, for a single file, whole on rank 0 and nothing elsewhere."""

@@ -17,7 +17,8 @@ import lightning.pytorch as L
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_modules import files, sharded_checkpoint
+from dsv41 import files
+from lightning_modules import sharded_checkpoint
 from lightning_modules.callbacks import checkpoint as checkpoint_callback
 from lightning_modules.cli import get_cli
 

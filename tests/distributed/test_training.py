@@ -280,4 +280,4 @@ def test_one_process_exports_what_two_ranks_saved(launches: Path, layout: Format
     assert {f"model.{name}" for name in own} == saved.keys()
     for name, value in own.items():
         assert torch.equal(value, saved[f"model.{name}"]), name
-    assert "6" in (tmp_path / "out" / "README.md").read_text()
+    assert "| optimizer steps | 6 |" in (tmp_path / "out" / "README.md").read_text()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from dsv41.files import MARKER, begin_folder, publish_folder
 from dsv41.inspect import PARTS, parameters_by_part, part_of
 from lightning_modules.callbacks import LatestCheckpoint, TokenThroughput
 from lightning_modules.callbacks.checkpoint import find_checkpoint, steps_in
-from lightning_modules.files import MARKER, begin_folder, publish_folder
 
 
 def touch(path: Path) -> Path:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dsv41.files import begin_folder, is_complete, publish_folder
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
-from lightning_modules.files import begin_folder, is_complete, publish_folder
 
 
 def folder(path: Path) -> Path:
@@ -94,3 +97,41 @@ def test_files_and_folders_are_removed(tmp_path: Path) -> None:
         AtomicCheckpointIO().remove_checkpoint(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.ckpt"]
     assert is_complete(kept)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let this process write no file beyond `size`, as if the disk were full (Python ignores the signal)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [0, 100, 3000, 100_000, 399_900, 400_500])
+def test_a_disk_that_is_full_at_any_place_leaves_the_older_file_alone(tmp_path: Path, size: int) -> None:
+    """torch's writer turns what the disk says into a RuntimeError or not, depending on the place."""
+    target = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, target)
+    message = r"a\.ckpt could not be written: File too large \(about 0\.4 MB were needed, .* MB are free there\); what"
+    with largest_file(size), pytest.raises(OSError, match=message):
+        AtomicCheckpointIO().save_checkpoint({"step": 2, "state_dict": {"x": torch.zeros(100_000)}}, target)
+    assert AtomicCheckpointIO().load_checkpoint(target) == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_an_error_that_is_no_matter_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises((AttributeError, RuntimeError, TypeError), match="pickle"):
+        AtomicCheckpointIO().save_checkpoint({"step": lambda: 1}, tmp_path / "a.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_states_of_optimizers_can_stay_on_the_disk(tmp_path: Path) -> None:
+    checkpoint = {"state_dict": {"x": torch.arange(3)}, "optimizer_states": [{"state": {}, "param_groups": []}]}
+    AtomicCheckpointIO().save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+    assert AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt").keys() == checkpoint.keys()
+    without = AtomicCheckpointIO(optimizers=False).load_checkpoint(tmp_path / "a.ckpt")
+    assert without.keys() == {"state_dict"}
+    assert torch.equal(without["state_dict"]["x"], torch.arange(3))

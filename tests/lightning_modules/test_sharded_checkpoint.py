@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import warnings
@@ -12,20 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from dsv41.files import MARKER, DamagedFileError, begin_folder, checksums_of, is_complete, publish_folder, sha256_of
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
-from lightning_modules.files import MARKER, begin_folder, is_complete, publish_folder
 from lightning_modules.optimizer_state import named_state, numbered_state
 from lightning_modules.sharded_checkpoint import (
     META,
     IncompleteCheckpointError,
+    checksums_of_rank,
     model_shapes,
     read_meta,
     read_model,
     read_optimizer,
     read_whole,
+    require_intact_share,
     require_same_tensors,
     split_tensors,
     write_meta,
@@ -83,12 +87,14 @@ def write(path: Path, checkpoint: dict[str, Any]) -> Path:
     partial = begin_folder(path)
     write_tensors(partial, tensors)
     write_meta(partial, meta)
-    publish_folder(partial, path, {"global_step": checkpoint.get("global_step")})
+    about = {"global_step": checkpoint.get("global_step")}
+    publish_folder(partial, path, about, checksums_of_rank(partial, 0))
     return path
 
 
 def load_model(folder: Path, state_dict: dict[str, Tensor], strict: bool = True) -> None:
     """What the strategy does on one rank."""
+    require_intact_share(folder)
     stored = model_shapes(folder)
     require_same_tensors(folder, stored, state_dict, strict)
     read_model(folder, {name: tensor for name, tensor in state_dict.items() if name in stored})
@@ -322,7 +328,7 @@ def test_a_failure_to_write_tells_the_rank_and_the_reason(tmp_path: Path, monkey
     net, _ = trained(0)
     partial = begin_folder(tmp_path / "a.ckpt")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"could not be written \(rank 0: .*No space left on device"):
+    with pytest.raises(OSError, match=r"a\.ckpt could not be written: rank 0: .*No space left on device"):
         write_tensors(partial, {"state_dict": net.state_dict()})
     monkeypatch.undo()
     assert not is_complete(partial)
@@ -348,3 +354,105 @@ def test_tensors_and_meta_are_on_the_disk_when_they_are_written(
     files = [path.stat() for path in partial.iterdir()]
     assert len(files) == 3
     assert sorted(flushed) == sorted((file.st_ino, file.st_size) for file in files)
+
+
+FILES = [".metadata", "__0_0.distcp", META]
+
+
+def wrong_bit(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_marker_has_the_checksum_of_every_file(saved: Path) -> None:
+    assert checksums_of(saved) == {name: sha256_of(saved / name) for name in FILES}
+    assert checksums_of_rank(saved, 0).keys() == {"__0_0.distcp"}
+    assert checksums_of_rank(saved, 1) == {}
+
+
+def test_shares_of_the_ranks_are_all_files(saved: Path) -> None:
+    """A rank finds the damage of its own share, and of no other."""
+    for name in FILES:
+        wrong_bit(saved / name)
+        found = []
+        for rank in range(2):
+            try:
+                require_intact_share(saved, rank, 2)
+            except DamagedFileError as error:
+                found.append((rank, name in str(error)))
+        assert found == [(FILES.index(name) % 2, True)]
+        wrong_bit(saved / name)
+    require_intact_share(saved)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_wrong_bit_is_found_before_any_tensor_is_overwritten(saved: Path, name: str) -> None:
+    shutil.copytree(saved, saved.with_name("step-00000001.ckpt"))
+    wrong_bit(saved / name)
+    net, _ = trained(0, seed=1)
+    before = copy.deepcopy(dict(net.state_dict()))
+    message = rf"^ckpt_path: .*/{saved.name}/{name}: its content is not .*; complete beside it: step-00000001\.ckpt$"
+    readers: list[Callable[[], Any]] = [
+        lambda: load_model(saved, net.state_dict()),
+        lambda: read_model(saved, dict(net.state_dict()), no_dist=True),
+        lambda: read_whole(saved),
+        lambda: AtomicCheckpointIO().load_checkpoint(saved),
+    ]
+    for read in readers:
+        with pytest.raises(DamagedFileError, match=message):
+            read()
+    require_equal(dict(net.state_dict()), before)
+
+
+def test_what_reads_one_file_checks_that_file(saved: Path) -> None:
+    wrong_bit(saved / "__0_0.distcp")
+    assert read_meta(saved)["global_step"] == 2
+    assert model_shapes(saved)["linear.weight"] == (2, 3)
+    for name, read in ((META, read_meta), (".metadata", model_shapes)):
+        wrong_bit(saved / name)
+        with pytest.raises(DamagedFileError, match=f"{name}: its content"):
+            read(saved)
+
+
+def test_a_folder_from_before_there_were_checksums_opens(saved: Path) -> None:
+    marker = json.loads((saved / MARKER).read_text())
+    del marker["sha256"]
+    (saved / MARKER).write_text(json.dumps(marker))
+    net, optimizer = trained(2)
+    require_equal(read_whole(saved), checkpoint_of(net, optimizer.state_dict()))
+    other, _ = trained(0, seed=1)
+    load_model(saved, other.state_dict())
+    require_equal(dict(other.state_dict()), dict(net.state_dict()))
+
+
+def test_one_process_reads_a_part_of_the_model_in_another_type(saved: Path) -> None:
+    """Without a warning, as a tool that writes another layout does."""
+    net, _ = trained(2)
+    targets = {"linear.weight": torch.zeros(2, 3, dtype=torch.float64), "count": torch.zeros(2, dtype=torch.int64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model_shapes(saved).keys() == net.state_dict().keys()
+        read_model(saved, targets, no_dist=True)
+    assert torch.equal(targets["linear.weight"], net.linear.weight.double())
+    assert torch.equal(targets["count"], torch.tensor([3, 2**40]))
+
+
+def test_states_of_optimizers_are_left_out_where_nobody_needs_them(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, _ = trained(2)
+    read: list[set[str]] = []
+    real = dcp.load
+
+    def load(tensors: dict[str, Any], **options: Any) -> None:
+        read.append(set(tensors))
+        real(tensors, **options)
+
+    monkeypatch.setattr(dcp, "load", load)
+    whole = AtomicCheckpointIO(optimizers=False).load_checkpoint(saved)
+    expected = checkpoint_of(net)
+    del expected["optimizer_states"]
+    require_equal(whole, expected)
+    assert read == [{"state_dict"}]
