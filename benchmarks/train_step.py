@@ -75,7 +75,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedTokenizerFast
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
-from dsv41.checkpoint import released_slots, save_released
+from dsv41.checkpoint import SaveAudit, save_released
+from dsv41.released_layout import released_slots
 
 ALLOCATORS = {
     "default": {},
@@ -200,7 +201,7 @@ def peer_model(
     options: argparse.Namespace,
     tokenizer: PreTrainedTokenizerFast,
     ours: DeepseekV41ForCausalLM,
-    checkpoint: Path,
+    checkpoint: SaveAudit,
     attention: str,
     experts: str,
 ) -> nn.Module:
@@ -220,7 +221,10 @@ def peer_model(
         attn=attention, linear="torch", rms_norm="torch_fp32", experts=experts, dispatcher="torch", rope_fusion=False
     )
     model = PeerModel(config, backend=backend, tokenizer=tokenizer)
-    native = model.state_dict_adapter.from_hf(load_file(checkpoint))
+    weights: dict[str, Tensor] = {}
+    for file in checkpoint.files:
+        weights |= load_file(checkpoint.folder / file)
+    native = model.state_dict_adapter.from_hf(weights)
     missing, unexpected = model.load_state_dict(native, strict=False)
     if missing or unexpected:
         raise SystemExit(f"the released checkpoint does not fit the peer: missing {missing}, unexpected {unexpected}")

@@ -37,7 +37,7 @@ RELEASED_QUANTIZATION = {
 def describe(model: DeepseekV41ForCausalLM, dtype: torch.dtype | None) -> DeepseekV41Config:
     """The configuration as it is written beside weights of `dtype` (None: the embedding's)."""
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = ["DeepseekV41ForCausalLM"]  # whatever fully_shard has renamed the model's class to
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     config.dtype = config.text_config.dtype = dtype or weight.dtype

@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 COMMANDS = {
     "attention": "--lengths 40 --topk 8 --window 8 --rounds 1",
+    "checkpoint_io": "--megabytes 1 --rounds 1",
     "experts": "--tokens 32 --experts 8 --hidden 16 --width 8 --rounds 1",
     "hyper_connections": "--tokens 16 --hidden 16 --rounds 1",
     "engram": "--parts hash table --tokens 16 --rows 500 --hidden 16 --width 8 --ids 64 --rounds 1",

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig, DeepseekV41VisionConfig
 from dsv41.checkpoint import load_released
@@ -372,6 +373,157 @@ def test_the_nested_file_loads_and_survives_json(golden_dir: Path, tmp_path: Pat
         assert copy.text_config.to_dict() == config.text_config.to_dict()
         assert copy.vision_config.to_dict() == config.vision_config.to_dict()
         assert copy.image_token_id == 511
+
+
+# What stands around the fields in the released file and in those of other programs: formats, code, versions.
+AROUND: dict[str, Any] = {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV41Config"},
+    "transformers_version": "5.17.0",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [32, 32],
+        "expert_dtype": "fp4",
+    },
+}
+RELEASED_ROPE = {"beta_fast": 32, "beta_slow": 1, "factor": 16, "original_max_position_embeddings": 65536}
+
+
+def released_file(folder: Path, **text: Any) -> Path:
+    """A file with everything that the release writes into one, and vision layers."""
+    vision = {"model_type": "deepseek_v41_vision", "num_hidden_layers": 32, "hidden_size": 1024}
+    raw = AROUND | {
+        "model_type": "deepseek_v41",
+        "image_token_id": 129264,
+        "text_config": {"model_type": "deepseek_v41_text"} | RELEASED | text,
+        "vision_config": vision,
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize("load", [DeepseekV41Config, AutoConfig], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": RELEASED_ROPE | {"type": "yarn"}},
+        {"rope_parameters": RELEASED_ROPE | {"rope_type": "yarn", "rope_theta": 10000}},
+        {"rope_scaling": RELEASED_ROPE | {"rope_type": "yarn"}, "rope_parameters": RELEASED_ROPE | {"type": "yarn"}},
+    ],
+    ids=lambda rope: "+".join(rope),
+)
+def test_the_released_file_loads_as_it_is_and_comes_back_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], load: Any, rope: dict[str, Any]
+) -> None:
+    config = load.from_pretrained(released_file(tmp_path, **rope))
+    assert type(config) is DeepseekV41Config
+    assert {name: getattr(config.text_config, name) for name in RELEASED} == RELEASED
+    assert config.text_config.rope_parameters["factor"] == 16
+    assert config.vision_config.num_hidden_layers == 32
+    assert config.dtype == torch.bfloat16
+    for name in ("architectures", "auto_map", "quantization_config", "bos_token_id"):
+        assert getattr(config, name) == AROUND[name]
+    config.save_pretrained(tmp_path / "again")
+    again = load.from_pretrained(tmp_path / "again")
+    again.name_or_path = config.name_or_path  # the only thing that remembers the folder
+    assert again.to_dict() == config.to_dict()
+    assert str(tmp_path) not in (tmp_path / "again" / "config.json").read_text()
+    assert capfd.readouterr().err == ""
+
+
+def test_quantisation_in_a_file_describes_its_weights_and_changes_no_model(
+    tiny_config: Callable[..., DeepseekV41Config], golden_tokenizer: Tokenizer
+) -> None:
+    plain, config = tiny_config(), tiny_config()
+    config.quantization_config = AROUND["quantization_config"]
+    torch.manual_seed(0)
+    expected = DeepseekV41ForCausalLM(plain, tokenizer=golden_tokenizer).state_dict()
+    torch.manual_seed(0)
+    for name, value in AutoModelForCausalLM.from_config(config, tokenizer=golden_tokenizer).state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("deepseek_v4", "V4 compresses keys and selects positions in each layer for itself"),
+        ("deepseek_v3", "V3 has multi-head latent attention"),
+        ("deepseek_v32", "V3.2 has multi-head latent attention with an indexer"),
+        ("llama", "a configuration of another model does not describe it"),
+        (None, "V4.1 shares compressed keys"),
+    ],
+)
+def test_configurations_of_other_models_are_refused_with_a_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], model_type: str | None, reason: str
+) -> None:
+    raw = {"model_type": model_type, "hidden_size": 4096, "num_hidden_layers": 43}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    message = rf"^model_type: must be 'deepseek_v41', got {model_type!r}.*{reason}.*"
+    for attempt in (
+        lambda: DeepseekV41Config.from_pretrained(tmp_path),
+        lambda: DeepseekV41Config.from_dict(raw),
+        lambda: DeepseekV41Config(**raw),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attempt()
+    with pytest.raises(ValueError, match=r"^model_type: must be 'deepseek_v41_text'"):
+        DeepseekV41Config(text_config={"model_type": model_type})
+    with pytest.raises(ValueError, match=r"^model_type: must be 'deepseek_v41_vision'"):
+        DeepseekV41Config(vision_config={"model_type": model_type})
+    assert "You are using a model of type" not in capfd.readouterr().err
+
+
+def test_places_without_a_configuration_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere: no such file or folder"):
+        DeepseekV41Config.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no config\.json in it"):
+        DeepseekV41Config.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("beside", "field"),
+    [
+        ({"hidden_size": 4096}, "hidden_size"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ({"rope_theta": 500.0}, "rope_theta"),
+        ({"engram_layer_ids": []}, "engram_layer_ids"),
+    ],
+    ids=str,
+)
+def test_fields_of_the_text_model_beside_it_may_not_contradict_it(beside: dict[str, Any], field: str) -> None:
+    """A flat file would silently be a model of the released sizes."""
+    with pytest.raises(ValueError, match=rf"^{field}: .*contradicts text_config"):
+        DeepseekV41Config(**beside)
+
+
+def test_fields_of_the_text_model_beside_it_may_repeat_it() -> None:
+    repeated = {"hidden_size": 5120, "tie_word_embeddings": False, "rope_scaling": RELEASED_ROPE | {"type": "yarn"}}
+    config = DeepseekV41Config(**repeated)
+    assert config.text_config.to_dict() == DeepseekV41Config().text_config.to_dict()
+
+
+def test_single_fields_change_through_the_nested_configuration(golden_dir: Path) -> None:
+    changed = DeepseekV41Config.from_pretrained(golden_dir, text_config={"swiglu_limit": 7.0})
+    assert changed.text_config.swiglu_limit == 7.0
+    assert changed.text_config.hidden_size == 64
+    with pytest.raises(ValueError, match=r"^swiglu_limit: .*text_config={'swiglu_limit': 7.0}"):
+        DeepseekV41Config.from_pretrained(golden_dir, swiglu_limit=7.0)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_names_that_are_no_dtype_are_refused(name: str) -> None:
+    for kind in (DeepseekV41Config, DeepseekV41TextConfig, DeepseekV41VisionConfig):
+        for value in ("float77", "nn"):
+            with pytest.raises(ValueError, match=rf"^{name}: must be a dtype of torch, .*'{value}'"):
+                kind(**{name: value})
 
 
 # ---------------------------------------------------------------- YaRN settings
