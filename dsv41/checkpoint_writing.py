@@ -76,10 +76,7 @@ class _Shard:
     writer: int
     items: list[Item] = field(default_factory=list)
     tensors: dict[str, Planned] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    nbytes: int = 0
 
 
 def size_in_bytes(size: int | str) -> int:
@@ -143,6 +140,7 @@ def plan_shards(items: list[Item], held: dict[str, Held], world: int, max_bytes:
             own.append(_Shard(writer))
         own[-1].items.append(item)
         own[-1].tensors |= tensors
+        own[-1].nbytes += size
         assigned[writer] += size
     longest = max(map(len, shards))
     return [own[index] for index in range(longest) for own in shards if index < len(own)]
