@@ -66,7 +66,9 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
         ValueError: It is incomplete or damaged, or none of a DeepSeek-V4.1 task.
     """
     if not path.exists():
-        raise FileNotFoundError(f"ckpt_path: {path} does not exist")
+        raise FileNotFoundError(
+            f"ckpt_path: {path} does not exist; it is a path here, such as runs/tiny/version_0/checkpoints/best.ckpt"
+        )
     if path.is_dir():
         meta = sharded_checkpoint.read_meta(path)
         state = sharded_checkpoint.model_tensors(path)
