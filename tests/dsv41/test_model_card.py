@@ -135,7 +135,9 @@ def test_results_without_the_name_of_their_data_stay_out_of_the_metadata(tiny_mo
     assert "model-index" not in card.data.to_dict()
 
 
-@pytest.mark.parametrize(("loss", "perplexity"), [(0.0, "1.0"), (3.0, "20.1"), (9.5, "13,359.7"), (800.0, None)])
+@pytest.mark.parametrize(
+    ("loss", "perplexity"), [(0.0, "1.0"), (3.0, "20.1"), (9.5, "13,359.7"), (30.0, None), (800.0, None)]
+)
 def test_perplexity_is_left_out_where_it_says_nothing(tiny_model: Make, loss: float, perplexity: str | None) -> None:
     rows = rows_of(model_card(tiny_model(), RunNumbers(validation_loss=loss)), "Training")
     assert rows["validation"] == [f"{loss:.3f}"] + ([] if perplexity is None else [perplexity])

@@ -23,7 +23,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_modules import entry
+from lightning_modules import commands, entry
 from lightning_modules.callbacks.checkpoint import find_checkpoint
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
 from lightning_modules.cli import DeepseekV41CLI, main
@@ -406,14 +406,16 @@ def test_help_lists_the_subcommands_of_the_parser(capsys: pytest.CaptureFixture[
     listed = re.search(r"\{([a-z,]+)\}", capsys.readouterr().out)
     assert listed is not None
     assert list(entry.SUBCOMMANDS) == listed[1].split(",")
-    assert re.findall(r"^  (\w+)  ", entry.HELP, re.MULTILINE) == list(entry.SUBCOMMANDS)
+    assert set(entry.FOLDER_COMMANDS) == set(commands.COMMANDS)
+    everything = [*entry.SUBCOMMANDS, *entry.FOLDER_COMMANDS]
+    assert re.findall(r"^  (\w+)  ", entry.HELP, re.MULTILINE) == everything
 
 
 def test_help_names_files_and_subcommands_that_exist() -> None:
     paths = set(re.findall(r"configs/[\w./]*\w", entry.HELP))
     assert "configs/tiny.yaml" in paths
     assert not [path for path in paths if not (ROOT / path).exists()]
-    assert set(re.findall(r"^  dsv41 (\w+)", entry.HELP, re.MULTILINE)) <= set(entry.SUBCOMMANDS)
+    assert set(re.findall(r"^  dsv41 (\w+)", entry.HELP, re.MULTILINE)) <= {*entry.SUBCOMMANDS, *entry.FOLDER_COMMANDS}
 
 
 def test_every_way_to_start_is_the_same() -> None:
