@@ -275,7 +275,8 @@ def write_folder(
         require_memory(held)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise FileExistsError(
-                f"folder: {folder} exists and is not an empty directory; an export overwrites nothing"
+                f"folder: {folder} exists and is not an empty directory; an export overwrites nothing (a tokenizer can "
+                "be passed along, or saved afterwards)"
             )
         return plan_shards(items, held, world, size_in_bytes(max_shard_size))
 

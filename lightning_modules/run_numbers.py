@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def run_numbers(meta: dict[str, Any], run: Path) -> RunNumbers:
     hyper = meta.get("hyper_parameters", {})
     optimizer = hyper.get("optimizer") or {}
     measured = about.get("metrics", {}) if about.get("validated_at") == meta.get("global_step") else {}
+    measured = {name: value for name, value in measured.items() if math.isfinite(value)}  # NaN: nothing was predicted
     source = data.get("source")
     seed = config.get("seed_everything")
     return RunNumbers(

@@ -84,16 +84,22 @@ def test_the_model_card_has_the_runs_own_numbers(base: Path) -> None:
     assert f"{about['tokens_seen']:,}" in card or str(about["tokens_seen"]) in card
 
 
-def test_numbers_of_another_step_stay_out_of_the_card(base: Path, tmp_path: Path) -> None:
-    """A checkpoint between two validations has not been measured."""
+@pytest.mark.parametrize(("step", "factor"), [(2, 1.0), (4, float("nan"))])
+def test_numbers_that_say_nothing_of_the_weights_stay_out_of_the_card(
+    base: Path, tmp_path: Path, step: int, factor: float
+) -> None:
+    """A checkpoint between two validations has not been measured, nor has one where nothing was predicted."""
     loaded = torch.load(checkpoint_of(base), weights_only=True)
     loss = loaded["dsv41"]["metrics"]["val/loss"]
-    loaded["dsv41"]["validated_at"] = 2
+    loaded["dsv41"]["metrics"]["val/loss"] = loss * factor
+    loaded["dsv41"]["validated_at"] = step
     shutil.copytree(base / "runs" / "nano" / "version_0", tmp_path / "run")
     path = tmp_path / "run" / "checkpoints" / "step-00000004.ckpt"
     torch.save(loaded, path)
     export_checkpoint(str(path), str(tmp_path / "out"))
-    assert f"{loss:.3f}"[:5] not in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{loss:.3f}"[:5] not in card
+    assert "nan" not in card
 
 
 def test_the_command_exports_in_the_formats_of_the_release(
