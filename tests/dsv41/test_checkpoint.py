@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, checkpoint_writing, files
+from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, checkpoint_reading, checkpoint_writing, files
 from dsv41.checkpoint import load_released, save_released
+from dsv41.checkpoint_reading import match_tensors, slots_for
 from dsv41.files import is_complete
-from dsv41.released_layout import released_slots
-from dsv41.tensor_files import INDEX_NAME, TensorWriter
+from dsv41.released_layout import held_tensors, released_slots
+from dsv41.tensor_files import INDEX_NAME, TensorWriter, find_tensors
 from dsv41.weight_formats import FP4_ROWS, FP8_BLOCKS, FP8_ROWS, WeightFormat, decode_
 
 Models = Callable[..., DeepseekV41ForCausalLM]
@@ -575,6 +576,121 @@ def test_a_flipped_bit_is_found_before_anything_is_overwritten(
     refuses(tiny_model(seed=2), tmp_path / "out", ValueError, "model-00002-of-00007.safetensors")
     if position == -1:
         load_released(tiny_model(seed=2), tmp_path / "out", verify=False)  # the price of not looking
+
+
+# ---------------------------------------------------------------- corners
+
+
+@pytest.mark.parametrize("name", ["layers.1.attn.wq_b.weight", "norm.weight", "layers.2.attn.attn_sink"])
+def test_fp4_where_it_is_not_used_and_fp8_of_a_vector_are_named(
+    tiny_model: Models, released: dict[str, Tensor], tmp_path: Path, name: str
+) -> None:
+    dtype = torch.int8 if released[name].dim() == 2 else torch.float8_e4m3fn
+    for shape in (released[name].shape, (1, released[name].numel())):
+        save_file(released | {name: torch.zeros(shape).to(dtype)}, tmp_path / "model.safetensors")
+        refuses(
+            tiny_model(), tmp_path, ValueError, rf"^{name}: stored as \w+ in model\.safetensors; it can be one of F64"
+        )
+
+
+def test_experts_of_odd_width_are_refused_before_a_folder_is_made(tiny_model: Models, tmp_path: Path) -> None:
+    model = tiny_model(moe_intermediate_size=47)
+    with pytest.raises(ValueError, match=r"^layers\.0\.ffn\.experts\.0\.w2\.weight: 47 columns cannot be stored"):
+        save_released(model, tmp_path / "out", quantized=True)
+    assert list(tmp_path.iterdir()) == []
+    save_released(model, tmp_path / "plain")
+    stored = content(tmp_path / "plain") | {EXPERT: torch.zeros(64, 23, dtype=torch.int8)}
+    save_file(stored, tmp_path / "model.safetensors")
+    refuses(model, tmp_path, ValueError, rf"^{EXPERT}: stored as I8")
+
+
+@pytest.mark.parametrize("slice_bytes", [2000, 5000])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_slices_do_not_show(
+    golden_model: Models, tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_bytes: int,
+    quantized: bool,
+) -> None:  # fmt: skip
+    """Tables and projections are larger than a slice, as real ones are."""
+    model, options = golden_model(), {"quantized": quantized, "dtype": torch.bfloat16}
+    with torch.no_grad():
+        for matrix in (tensor for tensor in model.parameters() if tensor.dim() == 2):
+            matrix.mul_(2.0 ** (torch.arange(len(matrix)) // 13 % 5)[:, None])  # or scales would be much alike
+    expected = save_released(model, tmp_path / "whole", **options).folder / "model.safetensors"
+    whole = tiny_model()
+    load_released(whole, tmp_path / "whole")
+    monkeypatch.setattr(checkpoint_writing, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(checkpoint_reading, "SLICE_BYTES", slice_bytes)
+    written = save_released(model, tmp_path / "sliced", **options).folder / "model.safetensors"
+    assert written.read_bytes() == expected.read_bytes()
+    other = tiny_model(seed=1)
+    assert load_released(other, tmp_path / "sliced").largest_scratch <= slice_bytes + 5000, "or a row, with its scales"
+    assert_unchanged(other, snapshot(whole))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_parameters_of_any_memory_layout(
+    golden_model: Models, tiny_model: Models, tmp_path: Path, quantized: bool
+) -> None:
+    """Column-major matrices and views of one flat buffer at odd places."""
+    expected = golden_model()
+    save_released(expected, tmp_path / "1", quantized=quantized)
+    load_released(expected, tmp_path / "1")
+    model = tiny_model(seed=1)
+    flat = torch.zeros(sum(p.numel() + 1 for p in model.parameters()) + 1)
+    place = 1
+    for index, parameter in enumerate(model.parameters()):
+        if index % 2 and parameter.dim() == 2:
+            parameter.data = parameter.data.T.contiguous().T
+        else:
+            parameter.data = flat[place : place + parameter.numel()].view(parameter.shape)
+            place += parameter.numel() + 1
+    load_released(model, tmp_path / "1")
+    assert_unchanged(model, snapshot(expected))
+    save_released(model, tmp_path / "2", quantized=quantized)
+    save_released(expected, tmp_path / "3", quantized=quantized)
+    assert (tmp_path / "2" / "model.safetensors").read_bytes() == (tmp_path / "3" / "model.safetensors").read_bytes()
+
+
+def test_an_export_goes_where_a_link_leads_and_keeps_what_came_meanwhile(
+    tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    real = checkpoint_writing.write_index
+
+    def meanwhile(*arguments: Any) -> None:
+        real(*arguments)
+        (tmp_path / "real" / "thesis.tex").write_text("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writing, "write_index", meanwhile)
+        with pytest.raises(OSError, match=r"real could not be written: Directory not empty"):
+            save_released(tiny_model(seed=1), tmp_path / "link")
+    assert (tmp_path / "real" / "thesis.tex").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
+    (tmp_path / "real" / "thesis.tex").unlink()
+    save_released(tiny_model(seed=1), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    other = tiny_model(seed=2)
+    load_released(other, tmp_path / "real")
+    assert_unchanged(other, snapshot(tiny_model(seed=1)))
+
+
+def test_a_model_without_memory_can_be_checked_but_not_filled_or_written(
+    golden_dir: Path, golden_tokenizer: Any, tmp_path: Path
+) -> None:
+    with torch.device("meta"):
+        model = DeepseekV41ForCausalLM(DeepseekV41Config.from_pretrained(golden_dir), tokenizer=golden_tokenizer)
+    stored = find_tensors(golden_dir / "weights")
+    sources, skipped = match_tensors(slots_for(model, stored), held_tensors(model), stored)
+    assert (len(sources), skipped) == (len(stored), [])
+    for action in (
+        lambda: load_released(model, golden_dir / "weights"),
+        lambda: save_released(model, tmp_path / "out"),
+    ):
+        with pytest.raises(ValueError, match=r"^model: model\.embed_tokens\.weight is on the meta device"):
+            action()
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------- memory
