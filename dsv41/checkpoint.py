@@ -12,7 +12,7 @@ import torch
 
 from dsv41.checkpoint_reading import LoadAudit, load_released
 from dsv41.checkpoint_writing import Item, SaveAudit, write_folder
-from dsv41.model_folder import RELEASED_QUANTIZATION, describe, write_beside
+from dsv41.model_folder import PARAMETER_DTYPES, RELEASED_QUANTIZATION, describe, write_beside
 from dsv41.released_layout import format_of, held_tensors, module_slots, owners, released_slots, stored_dtype
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from dsv41.token_map import AnyTokenizer
 
 __all__ = ["LoadAudit", "SaveAudit", "load_released", "save_for_transformers", "save_released"]
-
-EXPORT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def save_released(
@@ -106,5 +104,5 @@ def save_for_transformers(
 
 
 def _require_export_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in EXPORT_DTYPES:
-        raise ValueError(f"dtype: must be one of {EXPORT_DTYPES} or None, got {dtype}")
+    if dtype is not None and dtype not in PARAMETER_DTYPES:
+        raise ValueError(f"dtype: must be one of {PARAMETER_DTYPES} or None, got {dtype}")

@@ -106,10 +106,6 @@ def _source(name: str, shape: tuple[int, ...], stored: dict[str, StoredTensor]) 
     return _Source(weight, fmt, scale)
 
 
-def _first_few(names: list[str]) -> str:
-    return f"{names[:5]}"
-
-
 def match_tensors(
     slots: dict[str, Slot], held: dict[str, Held], stored: dict[str, StoredTensor]
 ) -> tuple[dict[str, _Source], list[str]]:
@@ -127,8 +123,8 @@ def match_tensors(
     unexpected = sorted(set(stored) - set(slots) - scales - set(skipped))
     if missing or unexpected:
         raise ValueError(
-            f"checkpoint does not fit the model: {len(missing)} tensors missing {_first_few(missing)}, "
-            f"{len(unexpected)} unexpected {_first_few(unexpected)}"
+            f"checkpoint does not fit the model: {len(missing)} tensors missing {missing[:5]}, "
+            f"{len(unexpected)} unexpected {unexpected[:5]}"
         )
     return {name: _source(name, slot.shape_in(held), stored) for name, slot in slots.items()}, skipped
 

@@ -93,6 +93,15 @@ def size_in_bytes(size: int | str) -> int:
     return size
 
 
+def require_free(folder: Path, field: str = "folder") -> None:
+    """Raise FileExistsError, which names `field`, if there is something at `folder` that an export would overwrite."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(
+            f"{field}: {folder} exists and is not an empty directory; an export overwrites nothing (a tokenizer can be "
+            "passed along, or saved afterwards)"
+        )
+
+
 def _planned(item: Item, shape: tuple[int, ...]) -> dict[str, Planned]:
     if item.fmt is None:
         return {item.name: Planned(item.dtype, shape)}
@@ -273,11 +282,7 @@ def write_folder(
 
     def prepare() -> list[_Shard]:
         require_memory(held)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(
-                f"folder: {folder} exists and is not an empty directory; an export overwrites nothing (a tokenizer can "
-                "be passed along, or saved afterwards)"
-            )
+        require_free(folder)
         return plan_shards(items, held, world, size_in_bytes(max_shard_size))
 
     shards = together(prepare, group)

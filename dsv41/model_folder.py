@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAME = "tokenizer.json"
-_PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # What config.json says about quantised weights, under DeepSeek's own keys. Reading goes by the files alone.
 RELEASED_QUANTIZATION = {
@@ -171,8 +171,8 @@ def chosen_dtype(dtype: torch.dtype | str | None, config: DeepseekV41Config) -> 
     if dtype is None or dtype == "auto":
         dtype = config.dtype or config.text_config.dtype or torch.float32
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or found not in _PARAMETER_DTYPES:
-        valid = ", ".join(str(kind).removeprefix("torch.") for kind in _PARAMETER_DTYPES)
+    if not isinstance(found, torch.dtype) or found not in PARAMETER_DTYPES:
+        valid = ", ".join(str(kind).removeprefix("torch.") for kind in PARAMETER_DTYPES)
         raise ValueError(f"dtype: must be one of {valid}, or 'auto', got {dtype!r}")
     return found
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
 from dsv41.checkpoint import SaveAudit, save_for_transformers, save_released
+from dsv41.checkpoint_writing import require_free, size_in_bytes
 from dsv41.initialization import initialize_parameters
 from dsv41.model_card import model_card
 from dsv41.model_folder import read_tokenizer
@@ -141,8 +142,9 @@ def export_checkpoint(
     if quantized and format != "released":
         raise ValueError("quantized: only the released layout has FP8 and FP4 weights; leave out --format hf")
     folder = Path(output)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"output: {folder} exists and is not an empty directory; an export overwrites nothing")
+    # Before a large checkpoint is read, not after.
+    require_free(folder, "output")
+    size_in_bytes(max_shard_size)
     path = Path(ckpt_path)
     checkpoint = open_checkpoint(path)
     place = run_directory(path) / "tokenizer" if tokenizer is None else Path(tokenizer)

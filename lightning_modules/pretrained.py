@@ -15,11 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
 from dsv41.checkpoint import LoadAudit, load_released
-from dsv41.model_folder import read_tokenizer
+from dsv41.model_folder import CONFIG_NAME, TOKENIZER_NAME, read_tokenizer
 from lightning_modules.checkpoint_rule import differences
 from lightning_modules.listing import first_few
-
-CONFIG_NAME = "config.json"
 
 
 def require_folder(folder: str) -> Path:
@@ -42,7 +40,7 @@ def default_options(folder: str) -> list[str]:
     path = require_folder(folder)
     fields = typed_fields(DeepseekV41Config.from_pretrained(path).text_config)
     options = ["--model.config", json.dumps(fields)]
-    if (path / "tokenizer.json").is_file():
+    if (path / TOKENIZER_NAME).is_file():
         options += ["--data.tokenizer", str(path)]
     return options
 

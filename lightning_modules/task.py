@@ -309,7 +309,9 @@ class DeepseekV41Task(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Record the architecture, the tokens seen, and what the last validation found."""
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items() if name[:4] == "val/"}
+        metrics = {
+            name: float(value) for name, value in self.trainer.callback_metrics.items() if name.startswith("val/")
+        }
         checkpoint[checkpoint_rule.KEY] = self._architecture() | {
             "tokens_seen": self.tokens_seen,
             "metrics": metrics,

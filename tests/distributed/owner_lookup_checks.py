@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launched import run
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -314,18 +313,5 @@ CHECKS: list[Callable[[], float]] = [
 ]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    results: dict[str, list[float]] = {}
-    for check in CHECKS:
-        values: list[float | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, check())
-        results[check.__name__] = [value for value in values if value is not None]
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run(CHECKS)

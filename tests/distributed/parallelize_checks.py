@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from launched import run
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -808,18 +807,5 @@ CHECKS: list[Callable[[], float]] = [
 ]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    results: dict[str, list[float]] = {}
-    for check in CHECKS:
-        found: list[float | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, check())
-        results[check.__name__] = [value for value in found if value is not None]
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run(CHECKS)

@@ -123,7 +123,7 @@ def test_datasets_of_the_hub_are_linked_and_folders_stay_private(tiny_model: Mak
     card = ModelCard(model_card(tiny_model(), run))
     assert card.data.datasets == ["roneneldan/TinyStories"]
     assert card.data.eval_results[0].dataset_type == "roneneldan/TinyStories"
-    private = model_card(tiny_model(), RunNumbers(data="/home/someone/books, hf:a/b", validation_loss=1.0))
+    private = model_card(tiny_model(), RunNumbers(data="/private/someone/books, hf:a/b", validation_loss=1.0))
     assert "/home" not in private
     assert rows_of(private, "Training")["text"] == ["books, a/b"]
     assert ModelCard(private).data.datasets == ["a/b"]
