@@ -7,16 +7,13 @@ starts with the name of the offending field. What a field means is in the docstr
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
-import math
-import os
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
+from dsv41.config_checks import is_int, is_real, refuse_other_model, reject_misspelt, require, require_dtypes
 from dsv41.primes import engram_primes
 
 RELEASED_YARN: dict[str, Any] = {
@@ -83,53 +80,9 @@ _POSITIVE_FIELDS = (
 )
 
 
-def _require(condition: bool, field: str, message: str) -> None:
-    if not condition:
-        raise ValueError(f"{field}: {message}")
-
-
-def _reject_misspelt(kwargs: Iterable[str], known: Iterable[str], owner: str) -> None:
-    """Raise if an unknown key is so close to a known field that it can only be a misspelling of it."""
-    known = list(known)
-    for key in kwargs:
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-        if close and key not in known:
-            raise ValueError(f"{key}: {owner} has no such field; did you mean {close[0]!r}?")
-
-
-# Why the configurations that are most easily taken for one of V4.1 are none.
-_OTHER_ARCHITECTURES = {
-    "deepseek_v4": "V4 compresses keys and selects positions in each layer for itself, has heavily compressed layers "
-    "and layers that choose experts by token id",
-    "deepseek_v32": "V3.2 has multi-head latent attention with an indexer in each layer, and one residual stream",
-    "deepseek_v3": "V3 has multi-head latent attention over all positions, and one residual stream",
-}
-
-
-def _refuse_other_model(found: Any, expected: str) -> None:
-    """Raise unless the `model_type` of a file or dictionary is `expected`: fields of equal names mean other things."""
-    if found == expected:
-        return
-    described = _OTHER_ARCHITECTURES.get(str(found).removesuffix("_text"))
-    reason = "" if described is None else f". {described}"
-    raise ValueError(
-        f"model_type: must be {expected!r}, got {found!r}{reason}. V4.1 shares compressed keys and selections between "
-        "layers (CSA2), mixes residual streams in a single pass (mHC) and has Engram memories; a configuration of "
-        "another model does not describe it"
-    )
-
-
-def _require_dtypes(given: dict[str, Any]) -> None:
-    """Raise for a name that is no dtype; the base class would with an AttributeError of torch."""
-    for name in ("dtype", "torch_dtype"):
-        value = given.get(name)
-        valid = not isinstance(value, str) or isinstance(getattr(torch, value, None), torch.dtype)
-        _require(valid, name, f"must be a dtype of torch, such as 'bfloat16', got {value!r}")
-
-
 # Keys of PretrainedConfig itself that look like fields of ours to the misspelling check.
-_BASE_FIELDS_OF_OURS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
-_BASE_KEYS = frozenset(inspect.signature(PretrainedConfig).parameters) | {"torch_dtype", "model_type", "auto_map"}
+BASE_FIELDS_OF_OURS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+BASE_KEYS = frozenset(inspect.signature(PretrainedConfig).parameters) | {"torch_dtype", "model_type", "auto_map"}
 
 
 class DeepseekV41TextConfig(PretrainedConfig):
@@ -276,8 +229,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
         tie_word_embeddings: bool = False,
         **kwargs: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _TEXT_FIELDS}
-        _reject_misspelt(set(kwargs) - _BASE_KEYS, _TEXT_FIELDS, type(self).__name__)
+        given = {name: value for name, value in locals().items() if name in TEXT_FIELDS}
+        reject_misspelt(set(kwargs) - BASE_KEYS, TEXT_FIELDS, type(self).__name__)
         scaling = _merge_rope(given.pop("rope_theta"), given.pop("rope_scaling"), given.pop("rope_parameters"))
         for name, value in given.items():
             setattr(self, name, list(value) if isinstance(value, list | tuple) else value)
@@ -292,9 +245,9 @@ class DeepseekV41TextConfig(PretrainedConfig):
     def _init_base(self, kwargs: dict[str, Any]) -> None:
         # Not `super().__init__(**kwargs)` in `__init__`: command-line parsers follow that call and would offer the
         # dozens of generation and fine-tuning options of the base class as options of the architecture.
-        _refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
-        _require_dtypes(kwargs)
-        special = {name: getattr(self, name) for name in _BASE_FIELDS_OF_OURS}
+        refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
+        require_dtypes(kwargs)
+        special = {name: getattr(self, name) for name in BASE_FIELDS_OF_OURS}
         super().__init__(**special, **kwargs)
 
     # ------------------------------------------------------------------ derived values
@@ -331,12 +284,12 @@ class DeepseekV41TextConfig(PretrainedConfig):
             config.vocab_size = vocab_size
         if config.engram_compressed_vocab_size is None:
             config.engram_compressed_vocab_size = compressed_vocab_size
-        _require(
+        require(
             config.vocab_size >= vocab_size,
             "vocab_size",
             f"{config.vocab_size} is smaller than the tokenizer, which has {vocab_size} ids (null takes its length)",
         )
-        _require(
+        require(
             compressed_vocab_size is None or config.engram_compressed_vocab_size == compressed_vocab_size,
             "engram_compressed_vocab_size",
             f"{config.engram_compressed_vocab_size} was asked for, but the tokenizer compresses to "
@@ -346,7 +299,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
 
     def fields(self) -> dict[str, Any]:
         """The constructor's fields as plain values, without what `PretrainedConfig` adds (checkpoints keep these)."""
-        return {name: copy.deepcopy(getattr(self, name)) for name in sorted(_TEXT_FIELDS - {"rope_scaling"})}
+        return {name: copy.deepcopy(getattr(self, name)) for name in sorted(TEXT_FIELDS - {"rope_scaling"})}
 
     # ------------------------------------------------------------------ validation
 
@@ -363,80 +316,80 @@ class DeepseekV41TextConfig(PretrainedConfig):
     def _validate_ranges(self) -> None:
         for field in _POSITIVE_FIELDS:
             value = getattr(self, field)
-            _require(_is_int(value) and value >= 1, field, f"must be an integer of at least 1, got {value!r}")
+            require(is_int(value) and value >= 1, field, f"must be an integer of at least 1, got {value!r}")
         for field in ("vocab_size", "engram_compressed_vocab_size"):
             value = getattr(self, field)
-            _require(
-                value is None or (_is_int(value) and value >= 1),
+            require(
+                value is None or (is_int(value) and value >= 1),
                 field,
                 f"must be an integer of at least 1, or null to take the tokenizer's, got {value!r}",
             )
         for field in ("swiglu_limit", "rms_norm_eps", "initializer_range", "hc_eps"):
             value = getattr(self, field)
-            _require(_is_real(value) and value >= 0, field, f"must be a number of at least 0, got {value!r}")
+            require(is_real(value) and value >= 0, field, f"must be a number of at least 0, got {value!r}")
         for field in ("rope_theta", "compress_rope_theta", "routed_scaling_factor"):
             value = getattr(self, field)
-            _require(_is_real(value) and value > 0, field, f"must be a number above 0, got {value!r}")
-        _require(self.num_key_value_heads == 1, "num_key_value_heads", f"must be 1, got {self.num_key_value_heads!r}")
-        _require(not self.tie_word_embeddings, "tie_word_embeddings", "must be false: the head is a matrix of its own")
-        _require(
+            require(is_real(value) and value > 0, field, f"must be a number above 0, got {value!r}")
+        require(self.num_key_value_heads == 1, "num_key_value_heads", f"must be 1, got {self.num_key_value_heads!r}")
+        require(not self.tie_word_embeddings, "tie_word_embeddings", "must be false: the head is a matrix of its own")
+        require(
             self.scoring_func == "sqrtsoftplus", "scoring_func", f"must be 'sqrtsoftplus', got {self.scoring_func!r}"
         )
-        _require(
+        require(
             self.num_experts_per_tok <= self.n_routed_experts,
             "num_experts_per_tok",
             f"must be at most n_routed_experts={self.n_routed_experts}, got {self.num_experts_per_tok}",
         )
-        _require(
+        require(
             self.num_attention_heads % self.o_groups == 0,
             "o_groups",
             f"must divide num_attention_heads={self.num_attention_heads}, got {self.o_groups}",
         )
         width = self.qk_rope_head_dim
         limit = min(self.head_dim, self.index_head_dim)
-        _require(
-            _is_int(width) and 2 <= width <= limit and width % 2 == 0,
+        require(
+            is_int(width) and 2 <= width <= limit and width % 2 == 0,
             "qk_rope_head_dim",
             f"must be even, at least 2 and at most {limit} (the smaller of head_dim and index_head_dim), got {width!r}",
         )
         yarn = self.rope_parameters
         kind = yarn["rope_type"]
-        _require(kind in ("yarn", "default"), "rope_scaling", f"rope_type must be 'yarn' or 'default', got {kind!r}")
+        require(kind in ("yarn", "default"), "rope_scaling", f"rope_type must be 'yarn' or 'default', got {kind!r}")
         if kind == "yarn":
             for key in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
-                _require(key in yarn, "rope_scaling", f"yarn needs {key!r}")
-                _require(_is_real(yarn[key]) and yarn[key] > 0, "rope_scaling", f"{key} must be above 0: {yarn[key]!r}")
-            _require(yarn["factor"] >= 1, "rope_scaling", f"factor must be at least 1, got {yarn['factor']!r}")
+                require(key in yarn, "rope_scaling", f"yarn needs {key!r}")
+                require(is_real(yarn[key]) and yarn[key] > 0, "rope_scaling", f"{key} must be above 0: {yarn[key]!r}")
+            require(yarn["factor"] >= 1, "rope_scaling", f"factor must be at least 1, got {yarn['factor']!r}")
 
     def _validate_ids(self, field: str, length: int) -> None:
         ids: Sequence[int] = getattr(self, field)
-        _require(isinstance(ids, list), field, f"must be a list of integers, got {ids!r}")
+        require(isinstance(ids, list), field, f"must be a list of integers, got {ids!r}")
         for value in ids:
-            _require(_is_int(value) and 0 <= value < length, field, f"ids must lie in 0..{length - 1}, got {value!r}")
-        _require(list(ids) == sorted(set(ids)), field, f"ids must ascend without repetition, got {list(ids)}")
+            require(is_int(value) and 0 <= value < length, field, f"ids must lie in 0..{length - 1}, got {value!r}")
+        require(list(ids) == sorted(set(ids)), field, f"ids must ascend without repetition, got {list(ids)}")
 
     def _validate_schedule(self) -> None:
         ratios = self.compress_ratios
-        _require(isinstance(ratios, list), "compress_ratios", f"must be a list of integers, got {ratios!r}")
-        _require(
+        require(isinstance(ratios, list), "compress_ratios", f"must be a list of integers, got {ratios!r}")
+        require(
             len(ratios) >= self.num_hidden_layers,
             "compress_ratios",
             f"needs an entry for each of the {self.num_hidden_layers} layers, got {len(ratios)}",
         )
         for ratio in ratios:
-            _require(_is_int(ratio) and ratio >= 0, "compress_ratios", f"entries must be integers >= 0, got {ratio!r}")
+            require(is_int(ratio) and ratio >= 0, "compress_ratios", f"entries must be integers >= 0, got {ratio!r}")
         self._validate_ids("kv_source_layer_ids", len(ratios))
         self._validate_ids("index_source_layer_ids", len(ratios))
         for field in ("kv_source_layer_ids", "index_source_layer_ids"):
             for layer in getattr(self, field):
-                _require(ratios[layer] > 0, field, f"layer {layer} has compress_ratios 0 and cannot be a source")
+                require(ratios[layer] > 0, field, f"layer {layer} has compress_ratios 0 and cannot be a source")
         missing = sorted(set(self.kv_source_layer_ids) - set(self.index_source_layer_ids))
-        _require(not missing, "index_source_layer_ids", f"must contain the KV source layers {missing}")
+        require(not missing, "index_source_layer_ids", f"must contain the KV source layers {missing}")
         for layer in self.layers:
             if ratios[layer] == 0:
                 continue
             sources = [source for source in self.kv_source_layer_ids if source <= layer]
-            _require(
+            require(
                 bool(sources) and ratios[sources[-1]] == ratios[layer],
                 "kv_source_layer_ids",
                 f"layer {layer} with compression ratio {ratios[layer]} has no KV source of that ratio at or before it "
@@ -446,14 +399,14 @@ class DeepseekV41TextConfig(PretrainedConfig):
 
     def _validate_candidate_source(self, ratios: Sequence[int]) -> None:
         field, source = "candidate_source_layer_id", self.candidate_source_layer_id
-        _require(_is_int(source) and source >= -1, field, f"must be -1 (off) or a layer, got {source!r}")
+        require(is_int(source) and source >= -1, field, f"must be -1 (off) or a layer, got {source!r}")
         if source == -1:
             return
-        _require(
+        require(
             source in self.kv_source_layer_ids, field, f"{source} is no KV source; those are {self.kv_source_layer_ids}"
         )
         for later in self.kv_source_layer_ids:
-            _require(
+            require(
                 later <= source or later >= self.num_hidden_layers or ratios[later] == ratios[source],
                 field,
                 f"candidates of layer {source} (ratio {ratios[source]}) cannot serve the later KV source {later} "
@@ -463,11 +416,11 @@ class DeepseekV41TextConfig(PretrainedConfig):
     def _validate_engram(self) -> None:
         self._validate_ids("engram_layer_ids", len(self.compress_ratios))
         size = self.engram_max_ngram_size
-        _require(_is_int(size) and size >= 2, "engram_max_ngram_size", f"must be an integer >= 2, got {size!r}")
+        require(is_int(size) and size >= 2, "engram_max_ngram_size", f"must be an integer >= 2, got {size!r}")
         if self.vocab_size is not None:
             pad = self.engram_pad_token_id
-            _require(
-                not self.engram_layer_ids or (_is_int(pad) and 0 <= pad < self.vocab_size),
+            require(
+                not self.engram_layer_ids or (is_int(pad) and 0 <= pad < self.vocab_size),
                 "engram_pad_token_id",
                 f"must lie in 0..{self.vocab_size - 1}, got {pad!r}",
             )
@@ -475,41 +428,33 @@ class DeepseekV41TextConfig(PretrainedConfig):
         rows: list[int] | None = getattr(self, "engram_num_embeddings", None)
         if rows is None:
             rows = self.engram_num_embeddings = needed
-        _require(isinstance(rows, list), "engram_num_embeddings", f"must be a list of integers or null, got {rows!r}")
-        _require(
+        require(isinstance(rows, list), "engram_num_embeddings", f"must be a list of integers or null, got {rows!r}")
+        require(
             len(rows) == len(self.engram_layer_ids),
             "engram_num_embeddings",
             f"needs one entry per Engram layer {self.engram_layer_ids}, got {rows}",
         )
         for layer, have, need in zip(self.engram_layer_ids, rows, needed, strict=True):
-            _require(
-                _is_int(have) and have >= need,
+            require(
+                is_int(have) and have >= need,
                 "engram_num_embeddings",
                 f"layer {layer} needs at least {need} rows (the sum of its primes), got {have!r}",
             )
 
 
-_TEXT_FIELDS = frozenset(
+TEXT_FIELDS = frozenset(
     name
     for name, parameter in inspect.signature(DeepseekV41TextConfig.__init__).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 )
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _merge_rope(
     rope_theta: float | None, rope_scaling: dict[str, Any] | None, rope_parameters: dict[str, Any] | None
 ) -> dict[str, Any]:
     """One YaRN description from the released name, the transformers 5 name, or both with equal content."""
-    _require(
-        rope_theta is None or (_is_real(rope_theta) and rope_theta > 0),
+    require(
+        rope_theta is None or (is_real(rope_theta) and rope_theta > 0),
         "rope_theta",
         f"must be a number above 0, got {rope_theta!r}",
     )
@@ -520,149 +465,15 @@ def _merge_rope(
         scaling = dict(rope_scaling or {})
         scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))
         for key, value in scaling.items():
-            _require(
+            require(
                 chosen.get(key) == value,
                 "rope_scaling",
                 f"{key}={value!r} contradicts rope_parameters, which has {chosen.get(key)!r}",
             )
     theta = chosen.setdefault("rope_theta", 10000.0 if rope_theta is None else rope_theta)
-    _require(
+    require(
         rope_theta is None or theta == rope_theta,
         "rope_theta",
         f"{rope_theta!r} contradicts rope_parameters, which has {theta!r}",
     )
     return chosen
-
-
-class DeepseekV41VisionConfig(PretrainedConfig):
-    """The vision tower (ARCHITECTURE 10). Defaults are the released values; `num_hidden_layers` 0 means no tower."""
-
-    model_type = "deepseek_v41_vision"
-    base_config_key = "vision_config"
-
-    def __init__(
-        self,
-        *,
-        num_hidden_layers: int = 32,
-        hidden_size: int = 1024,
-        num_attention_heads: int = 16,
-        intermediate_size: int = 2816,
-        patch_size: int = 14,
-        rope_theta: float = 10000.0,
-        downsample_ratio: int = 3,
-        max_image_tokens: int = 1024,
-        min_pixels: int = 295936,
-        max_wh_ratio: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        for name, value in list(locals().items()):
-            if name not in ("self", "kwargs", "__class__"):
-                setattr(self, name, value)
-        _refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
-        _require_dtypes(kwargs)
-        super().__init__(**kwargs)
-        for field in ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio"):
-            value = getattr(self, field)
-            _require(_is_int(value) and value >= 1, field, f"must be an integer of at least 1, got {value!r}")
-        _require(
-            _is_int(num_hidden_layers) and num_hidden_layers >= 0,
-            "num_hidden_layers",
-            f"must be an integer of at least 0, got {num_hidden_layers!r}",
-        )
-
-
-class DeepseekV41Config(PretrainedConfig):
-    """The released, nested configuration.
-
-    Args:
-        text_config: `DeepseekV41TextConfig` or its fields; None takes the released values.
-        vision_config: `DeepseekV41VisionConfig` or its fields; None is a text-only model.
-        image_token_id: Id at every position of an image span.
-        **kwargs: Further keys of `PretrainedConfig`, kept as they are. `quantization_config` says how weights are
-            stored and changes nothing: the loader goes by the files.
-
-    Raises:
-        ValueError: `model_type` is another model's, `image_token_id` is negative, a nested field is wrong, or a field
-            of the text model stands outside `text_config` with another value.
-    """
-
-    model_type = "deepseek_v41"
-    # Declared as classes; transformers resolves them into its own spec objects when the class is made.
-    sub_configs_defaults: ClassVar[dict[str, Any]] = {
-        "text_config": DeepseekV41TextConfig,
-        "vision_config": DeepseekV41VisionConfig,
-    }
-
-    def __init__(
-        self,
-        *,
-        text_config: DeepseekV41TextConfig | dict[str, Any] | None = None,
-        vision_config: DeepseekV41VisionConfig | dict[str, Any] | None = None,
-        image_token_id: int = 129264,
-        **kwargs: Any,
-    ) -> None:
-        if isinstance(text_config, dict):
-            text_config = DeepseekV41TextConfig(**text_config)
-        if isinstance(vision_config, dict):
-            vision_config = DeepseekV41VisionConfig(**vision_config)
-        self.text_config = text_config or DeepseekV41TextConfig()
-        self.vision_config = vision_config or DeepseekV41VisionConfig(num_hidden_layers=0)
-        self.image_token_id = image_token_id
-        _refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
-        _require_dtypes(kwargs)
-        self._refuse_misplaced(kwargs)
-        _reject_misspelt(set(kwargs) - _BASE_KEYS, ("text_config", "vision_config", "image_token_id"), "the config")
-        _require(_is_int(image_token_id) and image_token_id >= 0, "image_token_id", f"must be >= 0: {image_token_id!r}")
-        super().__init__(**kwargs)
-
-    def _refuse_misplaced(self, given: dict[str, Any]) -> None:
-        """Fields of the text model beside `text_config` may repeat it: else a flat file would have released sizes."""
-        rope = self.text_config.rope_parameters
-        for name in ("rope_scaling", "rope_parameters"):
-            repeated = dict(given.pop(name, None) or {})
-            if "type" in repeated:
-                repeated["rope_type"] = repeated.pop("type")
-            _require(
-                repeated.items() <= rope.items(), name, f"{repeated!r} contradicts text_config, which has {rope!r}"
-            )
-        for name in sorted(set(given) & (_TEXT_FIELDS - set(METADATA_FIELDS) | {"tie_word_embeddings"})):
-            nested = getattr(self.text_config, name)
-            _require(
-                given[name] == nested,
-                name,
-                f"{given[name]!r} contradicts text_config, which has {nested!r}; fields of the text model belong there",
-            )
-
-    @classmethod
-    def get_config_dict(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As in the base class, but a file of another model is refused, where that one warns and goes on.
-
-        Raises:
-            OSError: No such file, folder or repository, or no ``config.json`` in it.
-            ValueError: The file is another model's.
-        """
-        place = os.fspath(pretrained_model_name_or_path)
-        if os.path.isabs(place) and not os.path.exists(place):
-            raise FileNotFoundError(f"{place}: no such file or folder")
-        found, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if not found:
-            raise FileNotFoundError(f"{place}: no config.json in it")
-        _refuse_other_model(found.get("model_type"), cls.model_type)
-        return found, unused
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in the base class; changes of single fields go through ``text_config={...}``.
-
-        Raises:
-            ValueError: A keyword is a field of the text model, which the base class would leave out without a word.
-        """
-        for name in sorted(_TEXT_FIELDS & set(kwargs) - set(_BASE_FIELDS_OF_OURS)):
-            raise ValueError(f"{name}: a field of the text model; pass text_config={{{name!r}: {kwargs[name]!r}}}")
-        return super().from_dict(config_dict, **kwargs)
-
-    def get_text_config(self, *args: Any, **kwargs: Any) -> DeepseekV41TextConfig:
-        """The nested text configuration (transformers reads vocabulary and hidden size through it)."""
-        return self.text_config

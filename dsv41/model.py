@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dsv41.attention import AttentionState, DeepseekV41Attention
 from dsv41.backend import BackendConfig
-from dsv41.config import IGNORE_INDEX, DeepseekV41Config, DeepseekV41TextConfig
+from dsv41.config import IGNORE_INDEX, DeepseekV41TextConfig
 from dsv41.engram import DeepseekV41Engram
 from dsv41.engram_hash import DeepseekV41NgramHash, check_integer_ids
 from dsv41.engram_table import EngramTable
@@ -36,6 +36,7 @@ from dsv41.initialization import initialize_parameters
 from dsv41.loss import causal_lm_loss, chunked_causal_lm_loss
 from dsv41.model_pretrained import ModelInFolders
 from dsv41.moe import DeepseekV41MoE
+from dsv41.nested_config import DeepseekV41Config
 from dsv41.norm import RMSNorm
 from dsv41.precision import full_precision, widen
 from dsv41.token_map import fast_backend

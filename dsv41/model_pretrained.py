@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from dsv41.backend import BackendConfig
 from dsv41.checkpoint import SaveAudit, load_released, save_for_transformers
-from dsv41.config import DeepseekV41Config
 from dsv41.initialization import initialize_parameters
 from dsv41.model_card import model_card
 from dsv41.model_folder import (
@@ -28,6 +27,7 @@ from dsv41.model_folder import (
     require_own_choices,
     tokenizer_for,
 )
+from dsv41.nested_config import DeepseekV41Config
 from dsv41.released_layout import held_tensors, owners
 
 if TYPE_CHECKING:

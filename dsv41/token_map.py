@@ -13,12 +13,12 @@ import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 
 from dsv41.cache import default_cache_dir
-from dsv41.files import written_whole
 
 if TYPE_CHECKING:
     import tokenizers
@@ -160,9 +160,15 @@ def _read(file: Path) -> npt.NDArray[np.int64] | None:
 
 
 def _write(file: Path, mapping: npt.NDArray[np.int64]) -> None:
-    # Processes that build the same map at once write the same bytes.
+    # Processes that build the same map at once write the same bytes; each renames a file of its own. Not `written_whole`,
+    # which would also take the place of a folder and wait for the disk.
+    partial = file.with_name(f"{file.name}.{uuid4().hex}.partial")
     try:
-        with written_whole(file) as partial:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
             partial.write_bytes(fingerprint(mapping).encode() + b"\n" + mapping.astype("<i8").tobytes())
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("token map is not cached: %s", error)

@@ -1,0 +1,143 @@
+"""The released ``config.json``: text and vision configurations in one file, and what such a file must not say."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from transformers import PretrainedConfig
+
+from dsv41.config import BASE_FIELDS_OF_OURS, BASE_KEYS, METADATA_FIELDS, TEXT_FIELDS, DeepseekV41TextConfig
+from dsv41.config_checks import is_int, refuse_other_model, reject_misspelt, require, require_dtypes
+
+
+class DeepseekV41VisionConfig(PretrainedConfig):
+    """The vision tower (ARCHITECTURE 10). Defaults are the released values; `num_hidden_layers` 0 means no tower."""
+
+    model_type = "deepseek_v41_vision"
+    base_config_key = "vision_config"
+
+    def __init__(
+        self,
+        *,
+        num_hidden_layers: int = 32,
+        hidden_size: int = 1024,
+        num_attention_heads: int = 16,
+        intermediate_size: int = 2816,
+        patch_size: int = 14,
+        rope_theta: float = 10000.0,
+        downsample_ratio: int = 3,
+        max_image_tokens: int = 1024,
+        min_pixels: int = 295936,
+        max_wh_ratio: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, value in list(locals().items()):
+            if name not in ("self", "kwargs", "__class__"):
+                setattr(self, name, value)
+        refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
+        require_dtypes(kwargs)
+        super().__init__(**kwargs)
+        for field in ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio"):
+            value = getattr(self, field)
+            require(is_int(value) and value >= 1, field, f"must be an integer of at least 1, got {value!r}")
+        require(
+            is_int(num_hidden_layers) and num_hidden_layers >= 0,
+            "num_hidden_layers",
+            f"must be an integer of at least 0, got {num_hidden_layers!r}",
+        )
+
+
+class DeepseekV41Config(PretrainedConfig):
+    """The released, nested configuration.
+
+    Args:
+        text_config: `DeepseekV41TextConfig` or its fields; None takes the released values.
+        vision_config: `DeepseekV41VisionConfig` or its fields; None is a text-only model.
+        image_token_id: Id at every position of an image span.
+        **kwargs: Further keys of `PretrainedConfig`, kept as they are. `quantization_config` says how weights are
+            stored and changes nothing: the loader goes by the files.
+
+    Raises:
+        ValueError: `model_type` is another model's, `image_token_id` is negative, a nested field is wrong, or a field
+            of the text model stands outside `text_config` with another value.
+    """
+
+    model_type = "deepseek_v41"
+    # Declared as classes; transformers resolves them into its own spec objects when the class is made.
+    sub_configs_defaults: ClassVar[dict[str, Any]] = {
+        "text_config": DeepseekV41TextConfig,
+        "vision_config": DeepseekV41VisionConfig,
+    }
+
+    def __init__(
+        self,
+        *,
+        text_config: DeepseekV41TextConfig | dict[str, Any] | None = None,
+        vision_config: DeepseekV41VisionConfig | dict[str, Any] | None = None,
+        image_token_id: int = 129264,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(text_config, dict):
+            text_config = DeepseekV41TextConfig(**text_config)
+        if isinstance(vision_config, dict):
+            vision_config = DeepseekV41VisionConfig(**vision_config)
+        self.text_config = text_config or DeepseekV41TextConfig()
+        self.vision_config = vision_config or DeepseekV41VisionConfig(num_hidden_layers=0)
+        self.image_token_id = image_token_id
+        refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
+        require_dtypes(kwargs)
+        self._refuse_misplaced(kwargs)
+        reject_misspelt(set(kwargs) - BASE_KEYS, ("text_config", "vision_config", "image_token_id"), "the config")
+        require(is_int(image_token_id) and image_token_id >= 0, "image_token_id", f"must be >= 0: {image_token_id!r}")
+        super().__init__(**kwargs)
+
+    def _refuse_misplaced(self, given: dict[str, Any]) -> None:
+        """Fields of the text model beside `text_config` may repeat it: else a flat file would have released sizes."""
+        rope = self.text_config.rope_parameters
+        for name in ("rope_scaling", "rope_parameters"):
+            repeated = dict(given.pop(name, None) or {})
+            if "type" in repeated:
+                repeated["rope_type"] = repeated.pop("type")
+            require(repeated.items() <= rope.items(), name, f"{repeated!r} contradicts text_config, which has {rope!r}")
+        for name in sorted(set(given) & (TEXT_FIELDS - set(METADATA_FIELDS) | {"tie_word_embeddings"})):
+            nested = getattr(self.text_config, name)
+            require(
+                given[name] == nested,
+                name,
+                f"{given[name]!r} contradicts text_config, which has {nested!r}; fields of the text model belong there",
+            )
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As in the base class, but a file of another model is refused, where that one warns and goes on.
+
+        Raises:
+            OSError: No such file, folder or repository, or no ``config.json`` in it.
+            ValueError: The file is another model's.
+        """
+        place = os.fspath(pretrained_model_name_or_path)
+        if os.path.isabs(place) and not os.path.exists(place):
+            raise FileNotFoundError(f"{place}: no such file or folder")
+        found, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not found:
+            raise FileNotFoundError(f"{place}: no config.json in it")
+        refuse_other_model(found.get("model_type"), cls.model_type)
+        return found, unused
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in the base class; changes of single fields go through ``text_config={...}``.
+
+        Raises:
+            ValueError: A keyword is a field of the text model, which the base class would leave out without a word.
+        """
+        for name in sorted(TEXT_FIELDS & set(kwargs) - set(BASE_FIELDS_OF_OURS)):
+            raise ValueError(f"{name}: a field of the text model; pass text_config={{{name!r}: {kwargs[name]!r}}}")
+        return super().from_dict(config_dict, **kwargs)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> DeepseekV41TextConfig:
+        """The nested text configuration (transformers reads vocabulary and hidden size through it)."""
+        return self.text_config
