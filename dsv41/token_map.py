@@ -160,8 +160,8 @@ def _read(file: Path) -> npt.NDArray[np.int64] | None:
 
 
 def _write(file: Path, mapping: npt.NDArray[np.int64]) -> None:
-    # Processes that build the same map at once write the same bytes; each renames a file of its own. Not `written_whole`,
-    # which would also take the place of a folder and wait for the disk.
+    # Processes that build the same map at once write the same bytes; each renames a file of its own. Not by
+    # `written_whole`, which would also take the place of a folder, and wait for the disk.
     partial = file.with_name(f"{file.name}.{uuid4().hex}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
