@@ -25,6 +25,15 @@ def part_of(name: str) -> str:
     return next((part for part, mark in PARTS if mark in name), "other")
 
 
+# What curves are drawn for; all else is "rest".
+WATCHED_PARTS = {"Engram tables": "engram_tables", "mHC": "mhc", "indexer": "indexer", "router": "router"}
+
+
+def watched_part(name: str) -> str:
+    """The part that a parameter's gradient and update are shown under: one of `WATCHED_PARTS`' values, or "rest"."""
+    return WATCHED_PARTS.get(part_of(name), "rest")
+
+
 def parameters_by_part(model: nn.Module) -> dict[str, int]:
     """Number of parameters of each part that has any, in a fixed order. Works on the meta device."""
     counts = dict.fromkeys([*(part for part, _ in PARTS), "other"], 0)
