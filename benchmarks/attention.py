@@ -51,7 +51,7 @@ def step(implementation: str, alpha: int, length: int, options: argparse.Namespa
         sparse_attention.ALPHA = alpha
         for leaf in leaves:
             leaf.grad = None
-        core(*leaves, selection, live).sum().backward()
+        core(*leaves, selection, live)[0].sum().backward()
 
     return run
 

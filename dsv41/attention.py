@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from dsv41.backend import BackendConfig
 from dsv41.compressor import Compressor
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.indexer import Indexer, membership
+from dsv41.indexer import membership
+from dsv41.indexer_learning import build_indexer
 from dsv41.initialization import NamedDraws
 from dsv41.norm import RMSNorm
 from dsv41.precision import full_precision, widen
@@ -45,6 +46,7 @@ class AttentionState(NamedTuple):
         group_mask: Valid compressed positions, bool [B, T].
         selection: Selected positions int64 [B, S, K], -1 where absent.
         candidate_blocks: Candidate blocks int64 [B, S, N], -1 where absent; None before a candidate source.
+        indexer_loss: Sum of what learned indexers have to learn from so far, a scalar; None if none does.
     """
 
     compressed_kv: Tensor | None = None
@@ -52,6 +54,7 @@ class AttentionState(NamedTuple):
     group_mask: Tensor | None = None
     selection: Tensor | None = None
     candidate_blocks: Tensor | None = None
+    indexer_loss: Tensor | None = None
 
 
 def window_mask(token_mask: Tensor, window: int) -> Tensor:
@@ -59,6 +62,15 @@ def window_mask(token_mask: Tensor, window: int) -> Tensor:
     index = torch.arange(token_mask.shape[1], device=token_mask.device)
     distance = index.unsqueeze(-1) - index
     return ((distance >= 0) & (distance < window)) & token_mask.unsqueeze(1)
+
+
+def attention_weights(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    """Probabilities of keys [B, S, heads, L], at least fp32; arguments as in `eager_attention`."""
+    with full_precision(q):
+        logits = torch.einsum("bshd,bld->bshl", widen(q), widen(kv)) * q.shape[-1] ** -0.5
+        logits = logits.masked_fill(~mask.unsqueeze(2), float("-inf"))
+        column = sink.to(logits.dtype)[:, None].expand(*logits.shape[:2], -1, 1)
+        return torch.cat((logits, column), dim=-1).softmax(-1)[..., :-1]
 
 
 def eager_attention(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
@@ -74,12 +86,7 @@ def eager_attention(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor
         [B, S, heads, D] in the dtype of `q`; arithmetic at least fp32.
     """
     with full_precision(q):
-        wide_kv = widen(kv)
-        logits = torch.einsum("bshd,bld->bshl", widen(q), wide_kv) * q.shape[-1] ** -0.5
-        logits = logits.masked_fill(~mask.unsqueeze(2), float("-inf"))
-        column = sink.to(logits.dtype)[:, None].expand(*logits.shape[:2], -1, 1)
-        weights = torch.cat((logits, column), dim=-1).softmax(-1)[..., :-1]
-        return torch.einsum("bshl,bld->bshd", weights, wide_kv).to(q.dtype)
+        return torch.einsum("bshl,bld->bshd", attention_weights(q, kv, mask, sink), widen(kv)).to(q.dtype)
 
 
 def sdpa_attention(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
@@ -118,8 +125,14 @@ class AttentionCore(nn.Module):
         nn.init.zeros_(self.attn_sink)
 
     def forward(
-        self, q: Tensor, kv: Tensor, compressed: Tensor | None, selection: Tensor | None, token_mask: Tensor
-    ) -> Tensor:
+        self,
+        q: Tensor,
+        kv: Tensor,
+        compressed: Tensor | None,
+        selection: Tensor | None,
+        token_mask: Tensor,
+        with_mass: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend to the window, the selected compressed positions and the sink.
 
         Args:
@@ -128,9 +141,12 @@ class AttentionCore(nn.Module):
             compressed: Compressed keys/values [B, T, D], or None.
             selection: Selected positions int64 [B, S, K], -1 where absent, or None.
             token_mask: Bool [B, S]; padding is false, on the right only.
+            with_mass: Also return what the selected positions are worth; needs a selection.
 
         Returns:
-            [B, S, heads, D] in the dtype of `q`, zero at padding.
+            [B, S, heads, D] in the dtype of `q`, zero at padding. And with `with_mass` the attention's probability of
+            each selected position, summed over heads, at least fp32 [B, S, K], zero at padding and where absent,
+            without a gradient; else None.
         """
         raise NotImplementedError
 
@@ -143,25 +159,44 @@ class DenseCore(AttentionCore):
         self.attend = ATTENTION_CORES[implementation]
 
     def forward(
-        self, q: Tensor, kv: Tensor, compressed: Tensor | None, selection: Tensor | None, token_mask: Tensor
-    ) -> Tensor:
+        self,
+        q: Tensor,
+        kv: Tensor,
+        compressed: Tensor | None,
+        selection: Tensor | None,
+        token_mask: Tensor,
+        with_mass: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """See `AttentionCore.forward`."""
         mask = window_mask(token_mask, self.window)
         if compressed is not None and selection is not None:
             kv = torch.cat((kv, compressed), dim=1)
             mask = torch.cat((mask, membership(selection, compressed.shape[1])), dim=-1)
-        return self.attend(q, kv, mask & token_mask.unsqueeze(-1), self.attn_sink)
+        mask = mask & token_mask.unsqueeze(-1)
+        out, mass = self.attend(q, kv, mask, self.attn_sink), None
+        if with_mass:
+            assert selection is not None
+            with torch.no_grad():
+                far = attention_weights(q, kv, mask, self.attn_sink)[..., q.shape[1] :].sum(2)
+                mass = far.gather(-1, selection.clamp_min(0)).masked_fill(selection < 0, 0.0)
+        return out, mass
 
 
 class SparseCore(AttentionCore):
     """Only the keys that are attended: see `sparse_attention.py`."""
 
     def forward(
-        self, q: Tensor, kv: Tensor, compressed: Tensor | None, selection: Tensor | None, token_mask: Tensor
-    ) -> Tensor:
+        self,
+        q: Tensor,
+        kv: Tensor,
+        compressed: Tensor | None,
+        selection: Tensor | None,
+        token_mask: Tensor,
+        with_mass: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """See `AttentionCore.forward`."""
         return sparse_attention(
-            q, kv, compressed, self.attn_sink, selection, token_mask, window=self.window, ratio=self.ratio
+            q, kv, compressed, self.attn_sink, selection, token_mask, self.window, self.ratio, with_mass
         )
 
 
@@ -201,7 +236,8 @@ class DeepseekV41Attention(nn.Module):
         self.compressor = (
             Compressor(config, self.ratio) if compressed and layer_idx in config.kv_source_layer_ids else None
         )
-        self.indexer = Indexer(config, layer_idx) if compressed and layer_idx in config.index_source_layer_ids else None
+        selects = compressed and layer_idx in config.index_source_layer_ids
+        self.indexer = build_indexer(config, layer_idx) if selects else None
 
     def _query_rotations(self, positions: Tensor) -> Tensor:
         return rotation_table(layer_frequencies(self.config, self.ratio > 0), positions)
@@ -234,7 +270,10 @@ class DeepseekV41Attention(nn.Module):
             compressed, selection = state.compressed_kv, state.selection
             assert compressed is not None  # the configuration's schedule checks guarantee both
             assert selection is not None
-        attended = self.core(q, kv, compressed, selection, token_mask)
+        learns = self.indexer is not None and self.indexer.learns
+        attended, mass = self.core(q, kv, compressed, selection, token_mask, with_mass=learns)
+        if mass is not None:
+            state = self._teach(x, q_latent, table, state, mass)
         return self._project(rotate(attended, table, inverse=True)), state
 
     def _publish(
@@ -245,8 +284,7 @@ class DeepseekV41Attention(nn.Module):
             latent = self.compressor(x)
             rotations = self._compressed_rotations(latent.shape[1], x.device)
             assert self.indexer is not None  # every KV source is an index source
-            with torch.no_grad():
-                keys = self.indexer.keys(latent, rotations)
+            keys = self.indexer.keys(latent, rotations)
             state = state._replace(
                 compressed_kv=fake_quantize(rotate(latent, rotations), "nvfp4"),
                 index_keys=keys,
@@ -260,6 +298,14 @@ class DeepseekV41Attention(nn.Module):
             )
             state = state._replace(selection=selection, candidate_blocks=blocks)
         return state
+
+    def _teach(self, x: Tensor, q_latent: Tensor, table: Tensor, state: AttentionState, mass: Tensor) -> AttentionState:
+        """The state with this layer's indexer loss added: how far its scores are from the attention's `mass`."""
+        assert self.indexer is not None
+        assert state.index_keys is not None
+        assert state.selection is not None
+        loss = self.indexer.loss(x, q_latent, table, state.index_keys, state.selection, mass)
+        return state._replace(indexer_loss=loss if state.indexer_loss is None else state.indexer_loss + loss)
 
     def _project(self, out: Tensor) -> Tensor:
         """[B, S, heads, D] through each group's own block of `wo_a`, then all together through `wo_b`."""

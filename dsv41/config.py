@@ -28,6 +28,9 @@ RELEASED_KV_SOURCES = [2, 8, 14, 20]
 RELEASED_INDEX_SOURCES = [2, 8, 14, 20, 24, 28, 32, 36]
 
 RELEASED_NOISE_TOKEN = 128799
+INDEXERS = ("frozen", "learned")
+# Fields that say how the model is trained; those who only run it need not look at them.
+TRAINING_FIELDS = ("indexer", "router_bias_update_rate", "router_balance_loss_weight")
 # Label of a position that is not predicted (the convention of torch and transformers).
 IGNORE_INDEX = -100
 
@@ -121,6 +124,9 @@ class DeepseekV41TextConfig(PretrainedConfig):
         topk_method: Metadata; selection is auxiliary-loss-free top-k.
         norm_topk_prob: Whether routing weights are normalised to sum 1 before scaling.
         routed_scaling_factor: Factor on the routing weights.
+        router_bias_update_rate: How far a training step moves the router's selection biases against the load of the
+            experts (see `balance.py`); 0 leaves them as they are.
+        router_balance_loss_weight: Weight of the sequence-wise balance loss in training; 0 makes none.
         sliding_window: Raw positions that each query sees, itself included.
         compress_ratios: Per layer: 0 window only, r > 0 also one compressed position per r tokens.
         kv_source_layer_ids: Layers that own a compressor ("Full").
@@ -128,6 +134,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
         index_n_heads: Heads of the indexer.
         index_head_dim: Width of an index head.
         index_topk: Compressed positions that a query attends to.
+        indexer: "frozen" keeps the indexer as it is, like the release; "learned" trains it towards the attention's own
+            probabilities (see `indexer_learning.py`). The function is the same.
         candidate_source_layer_id: Layer whose scores limit all later selections to a pool of blocks; -1 disables.
         candidate_topk_blocks: Blocks in the pool.
         candidate_block_size: Compressed positions per block.
@@ -195,6 +203,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
         topk_method: str = "noaux_tc",
         norm_topk_prob: bool = True,
         routed_scaling_factor: float = 1.5,
+        router_bias_update_rate: float = 0.0,
+        router_balance_loss_weight: float = 0.0,
         sliding_window: int = 128,
         compress_ratios: list[int] = RELEASED_COMPRESS_RATIOS,
         kv_source_layer_ids: list[int] = RELEASED_KV_SOURCES,
@@ -202,6 +212,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
         index_n_heads: int = 32,
         index_head_dim: int = 128,
         index_topk: int = 512,
+        indexer: str = "frozen",
         candidate_source_layer_id: int = 20,
         candidate_topk_blocks: int = 2048,
         candidate_block_size: int = 8,
@@ -324,7 +335,14 @@ class DeepseekV41TextConfig(PretrainedConfig):
                 field,
                 f"must be an integer of at least 1, or null to take the tokenizer's, got {value!r}",
             )
-        for field in ("swiglu_limit", "rms_norm_eps", "initializer_range", "hc_eps"):
+        for field in (
+            "swiglu_limit",
+            "rms_norm_eps",
+            "initializer_range",
+            "hc_eps",
+            "router_bias_update_rate",
+            "router_balance_loss_weight",
+        ):
             value = getattr(self, field)
             require(is_real(value) and value >= 0, field, f"must be a number of at least 0, got {value!r}")
         for field in ("rope_theta", "compress_rope_theta", "routed_scaling_factor"):
@@ -335,6 +353,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
         require(
             self.scoring_func == "sqrtsoftplus", "scoring_func", f"must be 'sqrtsoftplus', got {self.scoring_func!r}"
         )
+        require(self.indexer in INDEXERS, "indexer", f"must be one of {INDEXERS}, got {self.indexer!r}")
         require(
             self.num_experts_per_tok <= self.n_routed_experts,
             "num_experts_per_tok",

@@ -96,7 +96,7 @@ GATHER_COST = 4
 
 
 class Indexer(nn.Module):
-    """Scores compressed positions and selects.
+    """Scores compressed positions and selects; frozen, like the release (`indexer_learning.py` has one that learns).
 
     Args:
         config: Uses hidden_size, q_lora_rank, head_dim, index_*, candidate_*, rms_norm_eps.
@@ -120,8 +120,20 @@ class Indexer(nn.Module):
         self.wk = nn.Linear(config.head_dim, self.width, bias=False) if owns_keys else None
         self.k_norm = RMSNorm(self.width, config.rms_norm_eps) if owns_keys else None
 
+    @property
+    def learns(self) -> bool:
+        """Whether the forward under way has to make a loss for the indexer."""
+        return False
+
+    def loss(
+        self, x: Tensor, q_latent: Tensor, table: Tensor, keys: Tensor, selection: Tensor, mass: Tensor
+    ) -> Tensor:
+        """What a learned indexer learns from; asked for only where `learns`."""
+        raise TypeError("a frozen indexer has no loss")
+
+    @torch.no_grad()
     def keys(self, latent: Tensor, table: Tensor) -> Tensor:
-        """Index keys of a KV source.
+        """Index keys of a KV source, without a gradient.
 
         Args:
             latent: The compressor's latent [B, T, D], before rotation and quantisation.
@@ -130,6 +142,9 @@ class Indexer(nn.Module):
         Returns:
             [B, T, E], rotated and MXFP4-rounded.
         """
+        return self._keys(latent, table)
+
+    def _keys(self, latent: Tensor, table: Tensor) -> Tensor:
         if self.wk is None or self.k_norm is None:
             raise TypeError("only the indexer of a KV source layer makes keys; the others are given its keys")
         return fake_quantize(rotate(self.k_norm(self.wk(latent)), table), "mxfp4")

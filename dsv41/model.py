@@ -15,7 +15,8 @@ Shapes: B batch, S sequence, C streams, H hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from dsv41.hyper_connections import HyperConnection, collapse, expand
 from dsv41.initialization import initialize_parameters
 from dsv41.loss import causal_lm_loss, chunked_causal_lm_loss
 from dsv41.model_pretrained import ModelInFolders
-from dsv41.moe import DeepseekV41MoE
+from dsv41.moe import DeepseekV41MoE, RouterReport
 from dsv41.nested_config import DeepseekV41Config
 from dsv41.norm import RMSNorm
 from dsv41.precision import full_precision, widen
@@ -88,7 +89,7 @@ class DeepseekV41Block(nn.Module):
         token_mask: Tensor,
         image_mask: Tensor | None = None,
         engram_hash_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, AttentionState]:
+    ) -> tuple[Tensor, Tensor, AttentionState, RouterReport]:
         """Run the block.
 
         Args:
@@ -101,7 +102,7 @@ class DeepseekV41Block(nn.Module):
             engram_hash_ids: int64 [B, S, engram_layers, columns]; None if the model has no Engram.
 
         Returns:
-            Streams, carried mixture and state for the next block.
+            Streams, carried mixture and state for the next block, and what the router tells.
 
         Raises:
             TypeError: `pre_mix` lost its precision on the way here (a mixed-precision policy cast it).
@@ -120,9 +121,35 @@ class DeepseekV41Block(nn.Module):
         hidden_states = expand(y, hidden_states, post, comb)
 
         x, pre_mix, post, comb = self.ffn_hc(hidden_states, pre_mix)
-        y = self.ffn(self.ffn_norm(x), token_mask, image_mask)
+        y, report = self.ffn(self.ffn_norm(x), token_mask, image_mask)
         hidden_states = expand(y, hidden_states, post, comb)
-        return hidden_states, pre_mix, state
+        return hidden_states, pre_mix, state, report
+
+
+class TrainingReport(NamedTuple):
+    """What a forward tells beside its hidden states. A tuple for the same reason as `AttentionState`.
+
+    Attributes:
+        expert_load: Tokens per expert, int64 [layers, 2, experts]: text, image.
+        indexer_loss: What learned indexers learn from, in nats, summed over layers and live tokens: a scalar. None
+            unless the forward is one of training.
+        balance_loss: Sequence-wise balance loss of the routers, summed over layers and live tokens: a scalar, or None.
+    """
+
+    expert_load: Tensor
+    indexer_loss: Tensor | None = None
+    balance_loss: Tensor | None = None
+
+
+@dataclass
+class DeepseekV41Output(CausalLMOutputWithPast):
+    """Results of `DeepseekV41ForCausalLM.forward`.
+
+    Attributes:
+        report: What training may want to know beside the loss, which is the language model's alone.
+    """
+
+    report: TrainingReport | None = None
 
 
 class DeepseekV41Model(nn.Module):
@@ -225,7 +252,7 @@ class DeepseekV41Model(nn.Module):
         attention_mask: Tensor | None = None,
         image_mask: Tensor | None = None,
         output_hidden_states: bool = False,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, TrainingReport]:
         """Run all positions.
 
         Args:
@@ -236,7 +263,7 @@ class DeepseekV41Model(nn.Module):
             output_hidden_states: Also return the streams before each block and after the last.
 
         Returns:
-            Final normed hidden states [B, S, H] (meaningless at padding), and the streams or None.
+            Final normed hidden states [B, S, H] (meaningless at padding), the streams or None, and the report.
 
         Raises:
             ValueError: Wrong shape, dtype or range; the message names the argument and what is valid.
@@ -253,17 +280,25 @@ class DeepseekV41Model(nn.Module):
         pre_mix[..., 0] = 1.0
         state = AttentionState()
         kept = [streams]
+        reports: list[RouterReport] = []
         recompute = self.backend.gradient_checkpointing and torch.is_grad_enabled()
         for block in self.layers:
             arguments = (streams, pre_mix, state, positions, token_mask, image_mask, hash_ids)
             if recompute:
-                streams, pre_mix, state = checkpoint(block, *arguments, use_reentrant=False)
+                streams, pre_mix, state, report = checkpoint(block, *arguments, use_reentrant=False)
             else:
-                streams, pre_mix, state = block(*arguments)
+                streams, pre_mix, state, report = block(*arguments)
+            reports.append(report)
             if output_hidden_states:
                 kept.append(streams)
         hidden = self.norm(collapse(streams, pre_mix))
-        return hidden, tuple(kept) if output_hidden_states else None
+        balance = [report.balance_loss for report in reports if report.balance_loss is not None]
+        told = TrainingReport(
+            torch.stack([report.load for report in reports]),
+            state.indexer_loss,
+            torch.stack(balance).sum() if balance else None,
+        )
+        return hidden, tuple(kept) if output_hidden_states else None, told
 
 
 class DeepseekV41ForCausalLM(ModelInFolders):
@@ -386,7 +421,7 @@ class DeepseekV41ForCausalLM(ModelInFolders):
         logits_to_keep: int | Tensor = 0,
         return_hidden_states: bool = False,
         output_hidden_states: bool = False,
-    ) -> CausalLMOutputWithPast:
+    ) -> DeepseekV41Output:
         """Logits and loss.
 
         Args:
@@ -403,6 +438,7 @@ class DeepseekV41ForCausalLM(ModelInFolders):
             `loss`: mean cross-entropy in nats over live shifted labels (0 if there are none), or None.
             `logits`: at least fp32 [B, kept, V]; None with labels and ``BackendConfig(loss="chunked")``.
             `hidden_states`: tuple as asked for, or None.
+            `report`: expert load and, in training, the losses of indexers and routers, which `loss` does not contain.
 
         Raises:
             ValueError: Wrong shape, dtype or range, or `labels` together with `logits_to_keep`.
@@ -411,7 +447,7 @@ class DeepseekV41ForCausalLM(ModelInFolders):
             check_labels(labels, input_ids, self.lm_head.out_features)
             if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
                 raise ValueError("logits_to_keep: must be 0 when labels are given, since the loss needs every position")
-        hidden, streams = self.model(input_ids, position_ids, attention_mask, None, output_hidden_states)
+        hidden, streams, report = self.model(input_ids, position_ids, attention_mask, None, output_hidden_states)
         loss, logits = None, None
         if labels is not None and self.backend.loss == "chunked":
             loss = chunked_causal_lm_loss(hidden, self.lm_head.weight, labels)
@@ -419,7 +455,7 @@ class DeepseekV41ForCausalLM(ModelInFolders):
             logits = self.project(select_positions(hidden, logits_to_keep))
             loss = None if labels is None else causal_lm_loss(logits, labels)
         states = (streams or ()) + ((hidden,) if return_hidden_states else ())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states or None)
+        return DeepseekV41Output(loss=loss, logits=logits, hidden_states=states or None, report=report)
 
     def project(self, hidden: Tensor) -> Tensor:
         """The head: [..., H] to logits [..., V], at least fp32 whatever the model's dtype."""

@@ -5,11 +5,14 @@ Shapes: N tokens (batch and sequence flattened), H hidden, E experts, k experts 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsv41.backend import BackendConfig
+from dsv41.balance import expert_load, sequence_balance_loss
 from dsv41.config import DeepseekV41TextConfig
 from dsv41.experts import expert_products, swiglu
 from dsv41.initialization import NamedDraws
@@ -24,6 +27,32 @@ def sqrt_softplus(x: Tensor) -> Tensor:
     """
     low = (0.5 * x.clamp(max=-40.0)).exp()
     return torch.where(x < -40.0, low, F.softplus(x.clamp(min=-40.0)).sqrt())
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        experts: int64 [N, k].
+        weights: Of the experts' results [N, k], at least fp32.
+        scores: Of all experts [N, E], at least fp32, without biases.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    scores: Tensor
+
+
+class RouterReport(NamedTuple):
+    """What a layer tells about its routing; a result, so that recomputing a block in backward counts nothing twice.
+
+    Attributes:
+        load: Tokens per expert, int64 [2, E]: text, image. Padding visits none.
+        balance_loss: `sequence_balance_loss` of the layer, a scalar; None where it is not trained.
+    """
+
+    load: Tensor
+    balance_loss: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -57,15 +86,12 @@ class Router(nn.Module):
         self.bias.zero_()
         self.bias_vl.zero_()
 
-    def forward(self, x: Tensor, image_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, image_mask: Tensor | None = None) -> Routing:
         """Route tokens.
 
         Args:
             x: [N, H].
             image_mask: Bool [N], true for image tokens; None is all text.
-
-        Returns:
-            Experts int64 [N, k] and their weights [N, k], at least fp32.
         """
         with full_precision(x):
             wide = widen(x)
@@ -78,7 +104,7 @@ class Router(nn.Module):
         weights = scores.gather(-1, experts)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return experts, weights * self.scale
+        return Routing(experts, weights * self.scale, scores)
 
 
 class Experts(nn.Module):
@@ -156,11 +182,15 @@ class DeepseekV41MoE(nn.Module):
 
     def __init__(self, config: DeepseekV41TextConfig, backend: BackendConfig) -> None:
         super().__init__()
+        self.count = config.n_routed_experts
+        self.trains_balance = config.router_balance_loss_weight > 0
         self.gate = Router(config)
         self.experts = Experts(config, backend)
         self.shared_experts = SharedExpert(config)
 
-    def forward(self, x: Tensor, token_mask: Tensor, image_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, token_mask: Tensor, image_mask: Tensor | None = None
+    ) -> tuple[Tensor, RouterReport]:
         """Apply the layer.
 
         Args:
@@ -169,10 +199,17 @@ class DeepseekV41MoE(nn.Module):
             image_mask: Bool [B, S] of image tokens, or None.
 
         Returns:
-            [B, S, H] in the dtype of `x`; routed and shared results are summed at least in fp32, then cast.
+            [B, S, H] in the dtype of `x`; routed and shared results are summed at least in fp32, then cast. And what
+            is to be told about the routing; the balance loss in training mode with gradients only.
         """
         flat = x.flatten(0, 1)
-        experts, weights = self.gate(flat, None if image_mask is None else image_mask.flatten())
+        flat_images = None if image_mask is None else image_mask.flatten()
+        experts, weights, scores = self.gate(flat, flat_images)
         experts = experts.masked_fill(~token_mask.flatten().unsqueeze(-1), -1)
         out = self.experts(flat, experts, weights) + widen(self.shared_experts(flat))
-        return out.to(x.dtype).view_as(x)
+        report = RouterReport(expert_load(experts, self.count, flat_images))
+        if self.trains_balance and self.training and torch.is_grad_enabled():
+            rows = x.shape[:2]
+            loss = sequence_balance_loss(scores.unflatten(0, rows), experts.unflatten(0, rows))
+            report = report._replace(balance_loss=loss)
+        return out.to(x.dtype).view_as(x), report

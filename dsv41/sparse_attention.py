@@ -161,12 +161,17 @@ class _SparseAttention(torch.autograd.Function):
         live: Tensor,
         window: int,
         ratio: int,
-    ) -> Tensor:
+        with_mass: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         views = _Views(q, kv, compressed, selection, window)
         batch, length, heads, _ = q.shape
         wide_sink = sink.to(views.padded.dtype)
         out = q.new_empty(q.shape)
         lse = views.padded.new_empty(batch, length, heads)
+        mass = None
+        if with_mass:
+            assert selection is not None
+            mass = views.padded.new_zeros(selection.shape)
         for chunk in _chunks(q, compressed, selection, ratio):
             rows = views.rows(q, chunk).mul_(views.scale)
             keys = views.window_keys(chunk)
@@ -187,12 +192,20 @@ class _SparseAttention(torch.autograd.Function):
                 mixed += torch.bmm(together, far_keys).view(rows.shape)
             mixed /= total.unsqueeze(-1)
             count = chunk.stop - chunk.start
+            if chunk.visible and mass is not None:
+                share = torch.einsum("bchn,bch->bcn", far, total.reciprocal())
+                if chunk.dense:
+                    share = share.gather(-1, chosen.clamp(0, chunk.visible - 1)).masked_fill_(chosen < 0, 0.0)
+                mass[:, chunk.start : chunk.stop] = share[:, :count]
             out[:, chunk.start : chunk.stop] = mixed[:, :count]
             lse[:, chunk.start : chunk.stop] = (top + total.log())[:, :count]
         out.masked_fill_(~live[..., None, None], 0.0)
         ctx.save_for_backward(q, kv, compressed, sink, selection, live, lse)
         ctx.sizes = window, ratio
-        return out
+        if mass is not None:
+            mass.masked_fill_(~live.unsqueeze(-1), 0.0)
+            ctx.mark_non_differentiable(mass)
+        return out, mass
 
     @staticmethod
     @once_differentiable
@@ -252,7 +265,7 @@ class _SparseAttention(torch.autograd.Function):
                 d_q[:, chunk.start : chunk.stop] = d_part.mul_(views.scale)[:, :count]
             d_kv = d_padded[:, views.before : views.before + views.length].to(kv.dtype)
             narrow = None if d_compressed is None else d_compressed.to(compressed.dtype)
-        return d_q, d_kv, narrow, d_sink.to(sink.dtype), None, None, None, None
+        return d_q, d_kv, narrow, d_sink.to(sink.dtype), None, None, None, None, None
 
 
 def sparse_attention(
@@ -264,7 +277,8 @@ def sparse_attention(
     live: Tensor,
     window: int,
     ratio: int,
-) -> Tensor:
+    with_mass: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Attention over window, selection and sink (ARCHITECTURE 4).
 
     Args:
@@ -276,10 +290,14 @@ def sparse_attention(
         live: Bool [B, S]; padding is false, on the right only, and gets zeros.
         window: Raw positions that a query sees, itself included, at least 1.
         ratio: Tokens per compressed position; 0 without.
+        with_mass: Also return what the selected positions are worth.
 
     Returns:
-        [B, S, H, D] in the dtype of `q`; arithmetic at least fp32.
+        [B, S, H, D] in the dtype of `q`; arithmetic at least fp32. And with `with_mass` the attention's probability of
+        each selected position, summed over heads, at least fp32 [B, S, K], zero where absent, without a gradient.
     """
     with full_precision(q):
-        out: Tensor = _SparseAttention.apply(q, kv, compressed, sink, selection, live, window, ratio)
+        out: tuple[Tensor, Tensor | None] = _SparseAttention.apply(
+            q, kv, compressed, sink, selection, live, window, ratio, with_mass
+        )
     return out

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig, DeepseekV41VisionConfig
 from dsv41.checkpoint import load_released
-from dsv41.config import METADATA_FIELDS
+from dsv41.config import METADATA_FIELDS, TRAINING_FIELDS
 from dsv41.rope import layer_frequencies
 
 NAN, INF = float("nan"), float("inf")
@@ -72,7 +72,17 @@ def test_vocabulary_sizes_are_positive_or_open(
 
 
 @pytest.mark.parametrize("value", [-1e-3, NAN, INF, True, "1", None], ids=repr)
-@pytest.mark.parametrize("field", ["swiglu_limit", "rms_norm_eps", "initializer_range", "hc_eps"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "swiglu_limit",
+        "rms_norm_eps",
+        "initializer_range",
+        "hc_eps",
+        "router_bias_update_rate",
+        "router_balance_loss_weight",
+    ],
+)
 def test_limits_and_epsilons_are_finite_and_not_negative(
     text_fields: Callable[..., dict[str, Any]], field: str, value: Any
 ) -> None:
@@ -390,6 +400,8 @@ EFFECTS: dict[str, Outcome] = {
     "topk_method": metadata("greedy"),
     "norm_topk_prob": output(norm_topk_prob=False),
     "routed_scaling_factor": output(routed_scaling_factor=2.5),
+    "router_bias_update_rate": other("training", router_bias_update_rate=0.01),
+    "router_balance_loss_weight": other("training", router_balance_loss_weight=0.01),
     "sliding_window": output(sliding_window=5),
     "compress_ratios": output(compress_ratios=[0, 3, 3, 3, 1, 1]),
     "kv_source_layer_ids": shape(kv_source_layer_ids=[1, 3, 4]),
@@ -397,6 +409,7 @@ EFFECTS: dict[str, Outcome] = {
     "index_n_heads": shape(index_n_heads=2),
     "index_head_dim": shape(index_head_dim=16),
     "index_topk": output(index_topk=3),
+    "indexer": other("training", indexer="learned"),
     "candidate_source_layer_id": output(candidate_source_layer_id=-1),
     "candidate_topk_blocks": output(candidate_topk_blocks=2),
     "candidate_block_size": output(candidate_block_size=3),
@@ -496,6 +509,33 @@ def test_metadata_fields_are_kept_and_change_nothing(
     for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
     assert torch.equal(golden_logits(model, golden_dir, golden), golden_logits(plain, golden_dir, golden))
+
+
+def test_the_table_agrees_with_the_declared_training_fields() -> None:
+    assert set(fields_with("training")) == set(TRAINING_FIELDS)
+
+
+@pytest.mark.parametrize("field", fields_with("training"))
+def test_training_fields_move_neither_outputs_nor_the_gradients_of_the_language_model(
+    build: Callable[..., DeepseekV41ForCausalLM], golden_dir: Path, golden: dict[str, Tensor], field: str
+) -> None:
+    found = []
+    for model in (build(), build(**EFFECTS[field][1])):
+        logits = golden_logits(model, golden_dir, golden)
+        model.train()
+        model(golden["input_ids"], golden["attention_mask"], labels=golden["labels"]).loss.backward()
+        found.append((logits, {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (plain_logits, plain), (logits, gradients) = found
+    assert torch.equal(logits, plain_logits)
+    assert gradients.keys() == plain.keys()
+    for name, gradient in gradients.items():
+        theirs = plain[name]
+        assert (gradient is None) == (theirs is None), name
+        assert gradient is None or torch.equal(gradient, theirs), name
+
+
+def test_an_indexer_is_frozen_or_learned(text_fields: Callable[..., dict[str, Any]]) -> None:
+    refused(text_fields(indexer="trained"), "indexer")
 
 
 @pytest.mark.parametrize("field", fields_with("refused"))

@@ -823,6 +823,6 @@ def test_a_block_keeps_the_dtypes_of_streams_and_coefficients(
     block = tiny_model().model.layers[0].to(streams)
     x = random(1, 3, 4, 64, seed=27).to(streams)
     positions, live = torch.arange(3).unsqueeze(0), torch.ones(1, 3, dtype=torch.bool)
-    out, mix, _ = block(x, random(1, 3, 4, seed=28).to(carried), AttentionState(), positions, live)
+    out, mix, *_ = block(x, random(1, 3, 4, seed=28).to(carried), AttentionState(), positions, live)
     assert out.dtype == streams
     assert mix.dtype == carried

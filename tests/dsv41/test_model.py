@@ -614,6 +614,6 @@ def test_an_image_mask_without_images_is_no_mask(golden_model: Models) -> None:
     with torch.no_grad():
         for block in model.layers:
             block.ffn.gate.bias_vl[6:] = 100.0
-        plain, _ = model(ids)
+        plain = model(ids)[0]
         assert torch.equal(model(ids, image_mask=torch.zeros(2, 10, dtype=torch.bool))[0], plain)
         assert not torch.equal(model(ids, image_mask=torch.ones(2, 10, dtype=torch.bool))[0], plain)

@@ -68,7 +68,7 @@ def route_by_hand(logits: list[float], bias: list[float], topk: int, normalise: 
 
 
 def routed(router: Router, x: Tensor, image_mask: Tensor | None = None) -> list[dict[int, float]]:
-    experts, weights = router(x, image_mask)
+    experts, weights, _ = router(x, image_mask)
     rows = []
     for row, shares in zip(experts.tolist(), weights.detach().tolist(), strict=True):
         assert len(set(row)) == len(row)
@@ -107,7 +107,7 @@ def test_the_router_stays_finite_for_extreme_logits(tiny_config: MakeConfig, nor
     rows = [[level + 0.01 * e for e in range(EXPERTS)] for level in (-200, -110, -104, -100, -90, -50, 0, 50, 200)]
     rows += [[-200, -150, -100, -50, 0, 100, 200], [200, -200, 200, -200, 199, -200, -200]]
     x = torch.tensor(rows, requires_grad=True)
-    _, weights = router(x)
+    weights = router(x).weights
     assert weights.isfinite().all()
     assert (weights >= 0).all()
     (weights * random(*weights.shape, seed=0)).sum().backward()
@@ -156,7 +156,7 @@ def test_the_bias_steers_the_selection_and_never_the_weights(tiny_config: MakeCo
         for expert, weight in shares.items():
             assert weight == pytest.approx(1.7 * score_by_hand(row[expert]), rel=1e-5)
     assert [set(shares) for shares in before] != [set(shares) for shares in after]
-    experts, weights = router(x)
+    experts, weights, _ = router(x)
     weights.sum().backward()
     # The weights are functions of the logits of the chosen experts alone; the bias is none of their inputs.
     assert router.weight.grad is not None
@@ -212,7 +212,8 @@ def test_the_router_computes_in_fp32_for_bf16_and_under_autocast(tiny_config: Ma
     fill(router)
     x = random(12, HIDDEN, seed=5).bfloat16()
     exact = router(x.float())
-    for experts, weights in (router(x), _under_autocast(router, x.float())):
+    for experts, weights, scores in (router(x), _under_autocast(router, x.float())):
+        assert scores.dtype == torch.float32
         assert weights.dtype == torch.float32
         assert torch.equal(experts, exact[0])
         assert torch.equal(weights, exact[1])
@@ -308,7 +309,7 @@ def test_without_any_routed_token_experts_give_zero_and_zero_gradients(tiny_conf
     module = DeepseekV41MoE(make_config(tiny_config), BackendConfig(experts=backend))  # type: ignore[arg-type]
     fill(module)
     x = random(2, 3, HIDDEN, seed=10)
-    out = module(x, torch.zeros(2, 3, dtype=torch.bool))
+    out, _ = module(x, torch.zeros(2, 3, dtype=torch.bool))
     assert torch.equal(out, module.shared_experts(x.flatten(0, 1)).view_as(x))
     out.square().sum().backward()
     for name, parameter in module.named_parameters():
@@ -379,7 +380,7 @@ def test_the_layer_equals_a_loop_over_live_tokens(tiny_config: MakeConfig, backe
     x = random(2, 5, HIDDEN, seed=15, dtype=torch.float64)
     live = torch.tensor([[True] * 5, [True, True, True, False, False]])
     image = torch.tensor([[False, True, True, False, False], [True, False, False, False, False]])
-    ours = module(x, live, image)
+    ours, _ = module(x, live, image)
     shared_matrices = [getattr(module.shared_experts, name).weight.detach() for name in ("w1", "w2", "w3")]
     routed_matrices = [getattr(module.experts, name).detach() for name in ("w1", "w2", "w3")]
     for b in range(2):
@@ -401,7 +402,7 @@ def test_padded_tokens_visit_the_shared_expert_only(tiny_config: MakeConfig, bac
     fill(module)
     x = random(2, 5, HIDDEN, seed=16)
     live = torch.tensor([[True] * 5, [True, True, False, False, False]])
-    out = module(x, live)
+    out, _ = module(x, live)
     shared = module.shared_experts(x.flatten(0, 1)).view_as(x)
     torch.testing.assert_close(out[~live], shared[~live], atol=1e-6, rtol=1e-6)
     assert ((out - shared)[live].abs().amax(-1) > 1e-2).all()
@@ -438,7 +439,7 @@ def test_bf16_results_are_accumulated_in_fp32(tiny_config: MakeConfig, backend: 
     summed = module.experts(x.view(3, 1), torch.tensor([[0, 1], [1, 0], [1, -1]]), torch.ones(3, 2))
     assert summed.dtype == torch.float32
     assert summed.flatten().tolist() == [257.0, 257.0, 1.0]
-    out = module(x, torch.ones(1, 3, dtype=torch.bool))
+    out, _ = module(x, torch.ones(1, 3, dtype=torch.bool))
     assert out.dtype == torch.bfloat16
     assert out.flatten().tolist() == [258.0] * 3
 

@@ -67,7 +67,7 @@ def run(implementation: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, li
     core: AttentionCore = attention_core(case.heads, case.window, case.ratio, implementation)
     core.to(torch.float64 if dtype == torch.float64 else torch.float32)
     core.attn_sink.data.copy_(torch.linspace(-1, 2, case.heads))
-    out = core(leaves[0], leaves[1], leaves[2] if case.ratio else None, selection, live)
+    out, _ = core(leaves[0], leaves[1], leaves[2] if case.ratio else None, selection, live)
     weights = torch.arange(1, out.numel() + 1, dtype=torch.float64).view(out.shape).sin().to(out.dtype)
     (out * weights).sum().backward()
     assert core.attn_sink.grad is not None
@@ -134,7 +134,7 @@ def test_nothing_grows_with_the_square_of_the_length(implementation: str, square
         core = attention_core(case.heads, case.window, case.ratio, implementation)
         q, kv, compressed = (tensor.requires_grad_() for tensor in tensors)
         with Largest() as largest:
-            core(q, kv, compressed, selection, live).sum().backward()
+            core(q, kv, compressed, selection, live)[0].sum().backward()
         sizes.append(largest.elements)
     assert (sizes[1] > 3 * sizes[0]) == square, sizes
     assert (sizes[1] >= 1024 * 1024) == square, sizes
@@ -144,6 +144,6 @@ def test_a_second_backward_is_refused() -> None:
     tensors, selection, live = CASES["ratio 2"].inputs(torch.float32)
     core = attention_core(3, 5, 2, "sparse")
     q = tensors[0].requires_grad_()
-    (gradient,) = torch.autograd.grad(core(q, *tensors[1:], selection, live).square().sum(), q, create_graph=True)
+    (gradient,) = torch.autograd.grad(core(q, *tensors[1:], selection, live)[0].square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
