@@ -219,6 +219,7 @@ class DeepseekV41Attention(nn.Module):
     def __init__(self, config: DeepseekV41TextConfig, layer_idx: int, backend: BackendConfig) -> None:
         super().__init__()
         self.config = config
+        self.layer_idx = layer_idx
         self.ratio = config.compress_ratios[layer_idx]
         self.heads, self.width = config.num_attention_heads, config.head_dim
         self.groups, self.group_rank = config.o_groups, config.o_lora_rank

@@ -155,6 +155,12 @@ class LearnedIndexer(Indexer):
         return divergence(q, weights, keys, selection, mass, self.ratio)
 
 
+def learns_selection(config: DeepseekV41TextConfig) -> bool:
+    """Whether a model of this configuration has an indexer that learns."""
+    sources = config.index_source_layer_ids
+    return config.indexer == "learned" and any(layer < config.num_hidden_layers for layer in sources)
+
+
 def build_indexer(config: DeepseekV41TextConfig, layer_idx: int) -> Indexer:
     """The indexer of an index source layer that ``config.indexer`` names."""
     kinds = {"frozen": Indexer, "learned": LearnedIndexer}

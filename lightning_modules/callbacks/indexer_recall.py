@@ -1,0 +1,131 @@
+"""How much of what attention would look at does the indexer's selection keep?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from dsv41.attention import AttentionCore
+from dsv41.indexer import visible_positions
+from dsv41.model import DeepseekV41Block
+
+# Sums over queries: what the selection keeps, what an even spread or the best selection would keep, and how many.
+_KEPT, _EVEN, _BEST, _QUERIES = range(4)
+
+
+@torch.no_grad()
+def selection_recall(
+    core: AttentionCore, q: Tensor, kv: Tensor, compressed: Tensor, selection: Tensor, token_mask: Tensor
+) -> Tensor:
+    """Sums over queries of the share of attention mass on compressed positions that lies in the selection.
+
+    The mass is that of the same queries and keys if all visible positions were attended, summed over heads. Live
+    queries that see more positions than they select take part; the others have no choice.
+
+    Args:
+        core: Attends.
+        q, kv, compressed, selection, token_mask: See `AttentionCore.forward`.
+
+    Returns:
+        float64 [4]: the share that the selection keeps; positions selected over positions seen, which is what a
+        selection by chance keeps on average; the share that the same number of the heaviest positions has; and the
+        number of queries.
+    """
+    positions = compressed.shape[1]
+    visible = visible_positions(q.shape[1], positions, core.ratio, q.device)
+    everything = torch.arange(positions, device=q.device).masked_fill(~visible, -1).expand(len(q), -1, -1)
+    mass = core.forward(q, kv, compressed, everything, token_mask, with_mass=True)[1]
+    assert mass is not None
+    mass = mass.double()
+    chosen = selection >= 0
+    count, seen, total = chosen.sum(-1), visible.sum(-1).expand(len(q), -1), mass.sum(-1)
+    taking_part = token_mask & (seen > count) & (total > 0)
+    kept = mass.gather(-1, selection.clamp_min(0)).masked_fill(~chosen, 0.0).sum(-1)
+    # The heaviest first; as many of them as the query selects.
+    heaviest = mass.sort(-1, descending=True).values.cumsum(-1)
+    best = heaviest.gather(-1, (count - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    shares = torch.stack((kept / total, count / seen.clamp_min(1), best / total, torch.ones_like(total)))
+    return shares.masked_fill(~taking_part, 0.0).sum((1, 2))
+
+
+class IndexerRecall(Callback):
+    """Logs the mean `selection_recall` over the first batches of every validation.
+
+    ``val/indexer_recall`` is the mean over layers that select, ``indexer_recall/layer_N`` each of them;
+    ``val/indexer_recall_chance`` and ``val/indexer_recall_best`` are what chance and the best selection of that size
+    would reach. Nothing is logged where no query has a choice.
+
+    Args:
+        batches: Validation batches that are looked at; 0 switches it off. Each costs an attention over all visible
+            positions in every layer that selects.
+    """
+
+    def __init__(self, batches: int = 2) -> None:
+        if batches < 0:
+            raise ValueError(f"batches: must be at least 0, got {batches}")
+        self.batches = batches
+        self._sums: dict[int, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._looking = False
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen to the attention of layers that select."""
+        self._sums = {}
+        if self.batches == 0:
+            return
+        for module in pl_module.modules():
+            if isinstance(module, DeepseekV41Block) and module.attn.indexer is not None:
+                layer = module.attn.layer_idx
+                self._sums[layer] = torch.zeros(4, dtype=torch.float64, device=pl_module.device)
+                self._hooks.append(module.attn.core.register_forward_pre_hook(self._listener(layer)))
+
+    def _listener(self, layer: int) -> Any:
+        def listen(core: AttentionCore, arguments: tuple[Tensor, ...]) -> None:
+            if self._looking:
+                self._sums[layer] += selection_recall(core, *arguments)
+
+        return listen
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        """Look at the first batches."""
+        batch_idx = args[1]
+        self._looking = batch_idx < self.batches
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the means, over all ranks."""
+        if not self._sums:
+            return
+        layers = sorted(self._sums)
+        total = trainer.strategy.reduce(torch.stack([self._sums[layer] for layer in layers]), reduce_op="sum")
+        assert isinstance(total, Tensor)
+        chosen = {layer: row for layer, row in zip(layers, total, strict=True) if row[_QUERIES] > 0}
+        for layer, row in chosen.items():
+            _log(pl_module, f"indexer_recall/layer_{layer}", row[_KEPT] / row[_QUERIES])
+        if chosen:
+            means = torch.stack([row / row[_QUERIES] for row in chosen.values()]).mean(0)
+            _log(pl_module, "val/indexer_recall", means[_KEPT])
+            _log(pl_module, "val/indexer_recall_chance", means[_EVEN])
+            _log(pl_module, "val/indexer_recall_best", means[_BEST])
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen no more."""
+        self._stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Likewise."""
+        self._stop()
+
+    def _stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._looking = [], False
+
+
+def _log(pl_module: L.LightningModule, name: str, value: Tensor) -> None:
+    # Added up over ranks already, so all have the same number; the maximum keeps it as it is.
+    pl_module.log(name, value.float(), sync_dist=True, reduce_fx="max")
