@@ -99,6 +99,34 @@ def test_values_and_gradients_equal_the_dense_reference(
     assert not ours[0][~live].any(), "padding gets zeros"
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ratio])
+@pytest.mark.parametrize("alpha", [0, 2, 1000], ids=["gathered", "by cost", "behind a mask"])
+@pytest.mark.parametrize("implementation", ["sparse", "eager", "sdpa"])
+def test_the_mass_of_the_selection_equals_a_loop_over_its_softmax(
+    name: str, alpha: int, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_attention, "ALPHA", alpha)
+    monkeypatch.setattr(sparse_attention, "GATHER_BYTES", 1)
+    case = CASES[name]
+    (q, kv, compressed), selection, live = case.inputs(torch.float64)
+    assert selection is not None
+    core = attention_core(case.heads, case.window, case.ratio, implementation).double()
+    core.attn_sink.data.copy_(torch.linspace(-1, 2, case.heads))
+    out, mass = core(q.requires_grad_(), kv, compressed, selection, live, with_mass=True)
+    assert mass is not None
+    assert not mass.requires_grad
+    assert torch.equal(out, core(q, kv, compressed, selection, live)[0])
+    expected = torch.zeros(selection.shape, dtype=torch.float64)
+    scale = case.width**-0.5
+    for b, s in live.nonzero().tolist():
+        chosen = [p for p in selection[b, s].tolist() if p >= 0]
+        keys = torch.cat((kv[b, max(0, s - case.window + 1) : s + 1], compressed[b, chosen]))
+        logits = torch.cat((q[b, s] @ keys.T * scale, core.attn_sink.unsqueeze(-1)), dim=-1)
+        weights = logits.softmax(-1)[:, len(keys) - len(chosen) : -1].sum(0)
+        expected[b, s, : len(chosen)] = weights.detach()
+    torch.testing.assert_close(mass, expected, atol=1e-13, rtol=1e-12)
+
+
 def test_both_branches_run_where_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["ratio 1"]
     tensors, selection, _ = case.inputs(torch.float32)
