@@ -40,6 +40,7 @@ def sequence_balance_loss(scores: Tensor, experts: Tensor) -> Tensor:
 
     For each row: (number of its live tokens) x sum over experts of f P, with f the expert's share of the row's visits
     times E, and P the mean over live tokens of the expert's share of the scores. Perfectly even it is 1 per token.
+    Visits are those that took place, so selection biases count in f, where DeepSeek-V3 takes the top-k of the scores.
 
     Args:
         scores: Router scores [B, S, E], at least fp32; gradients reach these.
@@ -59,12 +60,12 @@ def sequence_balance_loss(scores: Tensor, experts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move_biases_(bias: Tensor, load: Tensor, rate: float) -> None:
-    """Move selection biases [E] by `rate` against the `load` [E] of a step: up below the mean, down above it.
+    """Move selection biases [E] by `rate` against the int64 `load` [E] of a step: up below the mean, down above it.
 
     Without any load nothing moves.
     """
-    load = load.to(torch.float64)
-    bias.add_(torch.sign(load.mean() - load).to(bias.dtype), alpha=rate)
+    # In integers: a mean that has been rounded, as on a GPU by the product with 1 / E, is nobody's load.
+    bias.add_(torch.sign(load.sum() - load * len(load)).to(bias.dtype), alpha=rate)
 
 
 def imbalance(load: Tensor) -> Tensor:

@@ -2,17 +2,21 @@
 
 from lightning_modules.callbacks.baseline import UnigramBaseline
 from lightning_modules.callbacks.checkpoint import BestCheckpoint, LatestCheckpoint
+from lightning_modules.callbacks.indexer_recall import IndexerRecall
 from lightning_modules.callbacks.interrupt import GracefulInterrupt
 from lightning_modules.callbacks.predictions import PredictionFile
 from lightning_modules.callbacks.summary import PartSummary
 from lightning_modules.callbacks.throughput import TokenThroughput
+from lightning_modules.callbacks.update_ratio import UpdateRatio
 
 __all__ = [
     "BestCheckpoint",
     "GracefulInterrupt",
+    "IndexerRecall",
     "LatestCheckpoint",
     "PartSummary",
     "PredictionFile",
     "TokenThroughput",
     "UnigramBaseline",
+    "UpdateRatio",
 ]

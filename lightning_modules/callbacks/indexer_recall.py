@@ -44,12 +44,12 @@ def selection_recall(
     mass = mass.double()
     chosen = selection >= 0
     count, seen, total = chosen.sum(-1), visible.sum(-1).expand(len(q), -1), mass.sum(-1)
-    taking_part = token_mask & (seen > count) & (total > 0)
+    taking_part = (seen > count) & (total > 0)  # padding has no mass
     kept = mass.gather(-1, selection.clamp_min(0)).masked_fill(~chosen, 0.0).sum(-1)
-    # The heaviest first; as many of them as the query selects.
-    heaviest = mass.sort(-1, descending=True).values.cumsum(-1)
-    best = heaviest.gather(-1, (count - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    shares = torch.stack((kept / total, count / seen.clamp_min(1), best / total, torch.ones_like(total)))
+    # Of the heaviest, as many as the query selects.
+    heaviest = mass.sort(-1, descending=True).values
+    best = heaviest.masked_fill(torch.arange(positions, device=q.device) >= count.unsqueeze(-1), 0.0).sum(-1)
+    shares = torch.stack((kept / total, count.double() / seen.clamp_min(1), best / total, torch.ones_like(total)))
     return shares.masked_fill(~taking_part, 0.0).sum((1, 2))
 
 
@@ -123,7 +123,7 @@ class IndexerRecall(Callback):
     def _stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._looking = [], False
+        self._hooks = []
 
 
 def _log(pl_module: L.LightningModule, name: str, value: Tensor) -> None:

@@ -19,7 +19,8 @@ PLAIN = BackendConfig(attn="eager", experts="loop", loss="full")
 VARIANTS: dict[str, dict[str, Any]] = {
     "every kind of layer": {},
     "no candidates": {"candidate_source_layer_id": -1},
-    "candidate source cut off": {"num_hidden_layers": 4},
+    "candidate source and an Engram cut off": {"num_hidden_layers": 3},
+    "window alone after a selection": {"compress_ratios": [0, 2, 2, 0, 1, 1], "index_source_layer_ids": [1, 4, 5]},
     "window alone": {
         "compress_ratios": [0] * 6,
         "kv_source_layer_ids": [],
@@ -140,7 +141,13 @@ def test_parts_and_whole_are_what_torch_counts(
 
 
 @pytest.mark.parametrize(
-    ("variant", "length"), [("every kind of layer", 61), ("every kind of layer", 5), ("no candidates", 64)]
+    ("variant", "length"),
+    [
+        ("every kind of layer", 61),
+        ("every kind of layer", 5),
+        ("no candidates", 64),
+        ("window alone after a selection", 33),
+    ],
 )
 def test_keys_and_scores_are_those_of_the_model(
     tiny_model: Callable[..., DeepseekV41ForCausalLM], variant: str, length: int

@@ -1,4 +1,4 @@
-"""Checkpoint names and search, the summary's parts, throughput settings."""
+"""Checkpoint names and search, the summary's parts, throughput and utilisation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsv41.files import MARKER, begin_folder, publish_folder
+from dsv41.flops import Flops, flops_per_sequence
 from dsv41.inspect import PARTS, parameters_by_part, part_of
-from lightning_modules.callbacks import LatestCheckpoint, TokenThroughput
+from lightning_modules.callbacks import LatestCheckpoint, TokenThroughput, throughput
 from lightning_modules.callbacks.checkpoint import find_checkpoint, steps_in
+from lightning_modules.cli import DeepseekV41CLI
 
 
 def touch(path: Path) -> Path:
@@ -144,6 +148,98 @@ def test_checkpoint_settings_are_checked(kwargs: dict[str, int], field: str) -> 
 def test_throughput_window_is_checked() -> None:
     with pytest.raises(ValueError, match=r"^window:"):
         TokenThroughput(window=1)
+
+
+def rates_of(cli: DeepseekV41CLI, data: Any, folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Fit with a throughput callback whose window is short; its curves."""
+    kept = [callback for callback in cli.trainer.callbacks if not isinstance(callback, TokenThroughput)]  # type: ignore[attr-defined]
+    cli.trainer.callbacks = [TokenThroughput(window=2), *kept]  # type: ignore[attr-defined]
+    cli.trainer.fit(cli.model, data)
+    events = EventAccumulator(str(folder / "runs" / "nano" / "version_0"))
+    events.Reload()
+    wanted = {"train/tokens_per_sec", "train/mfu"} & set(events.Tags()["scalars"])
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in wanted}
+
+
+def test_utilisation_is_the_rate_times_what_a_token_costs_over_the_peak(
+    nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "device_peak", lambda device, dtype: 3e9)
+    cli = nano_cli("--trainer.limit_val_batches", "0")
+    found = rates_of(cli, cli.datamodule, tmp_path)
+    costs = flops_per_sequence(cli.model.built.config.text_config, cli.datamodule.sequence_length)
+    per_token = sum(costs.values(), Flops()).training / cli.datamodule.sequence_length
+    assert [step for step, _ in found["train/mfu"]] == [step for step, _ in found["train/tokens_per_sec"]] == [1, 2, 3]
+    expected = [rate * per_token / 3e9 for _, rate in found["train/tokens_per_sec"]]
+    assert [value for _, value in found["train/mfu"]] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("missing", ["peak", "sequence length"])
+def test_no_utilisation_is_logged_where_it_is_unknown(
+    nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setattr(throughput, "device_peak", lambda device, dtype: None if missing == "peak" else 3e9)
+    cli = nano_cli("--trainer.limit_val_batches", "0")
+    cli.datamodule.setup("fit")
+    data = cli.datamodule if missing == "peak" else torch.utils.data.DataLoader(cli.datamodule.dataset("train"), 2)
+    assert set(rates_of(cli, data, tmp_path)) == {"train/tokens_per_sec"}
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        (("--trainer.precision", "32-true"), torch.float32),
+        (("--trainer.precision", "64-true"), torch.float64),
+        (("--trainer.precision", "bf16-mixed"), torch.bfloat16),
+        (("--trainer.strategy", "engram_fsdp"), torch.float32),
+        (
+            ("--trainer.strategy", "EngramFSDPStrategy", "--trainer.strategy.mixed_precision", "bf16"),
+            torch.bfloat16,
+        ),
+    ],
+)
+def test_the_peak_is_that_of_the_dtype_of_products(
+    nano_cli: Callable[..., DeepseekV41CLI],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    dtype: torch.dtype,
+) -> None:
+    asked = []
+    monkeypatch.setattr(throughput, "device_peak", lambda device, dtype: asked.append((device.type, dtype)))
+    trainer = nano_cli(*options).trainer
+    assert throughput.peak_of_all_devices(trainer) is None
+    assert asked == [("cpu", dtype)]
+
+
+def test_the_peak_of_a_gpu_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "get_available_flops", lambda device, dtype: (device.type, dtype))
+    assert throughput.device_peak(torch.device("cuda", 1), torch.bfloat16) == ("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("speed", "sizes"), [(1e11, [256] * 3 + [512] * 3 + [1024] * 3), (2e9, [256] * 3 + [512]), (1e7, [256])]
+)
+def test_the_peak_of_a_cpu_is_that_of_its_best_product(
+    monkeypatch: pytest.MonkeyPatch, speed: float, sizes: list[int]
+) -> None:
+    """On a clock that products alone move on; the slowest of each size takes twice as long. It ends in time."""
+    now, taken = [0.0], list[int]()
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> None:
+        if len(a) >= 256:  # the others start the threads
+            first = len(a) not in taken
+            taken.append(len(a))
+            now[0] += 2 * len(a) ** 3 / speed * (2 if first and speed == 1e11 else 1)
+
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(throughput.torch, "mm", product)
+    assert throughput.device_peak(torch.device("cpu"), torch.float32) == pytest.approx(speed)
+    assert taken == sizes
+    assert now[0] < 0.3 or sizes == [256]
+
+
+def test_a_real_peak_is_measured() -> None:
+    assert 1e6 < throughput.measured_peak(torch.float32) < 1e15
 
 
 def test_every_parameter_belongs_to_a_part(tiny_model: Callable[..., Any]) -> None:
