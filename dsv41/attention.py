@@ -111,11 +111,11 @@ class AttentionCore(nn.Module):
 
     Args:
         heads: Query heads.
-        window: Raw positions that a query sees.
+        window: Raw positions that a query sees; None is all up to its own.
         ratio: Tokens per compressed position; 0 without.
     """
 
-    def __init__(self, heads: int, window: int, ratio: int) -> None:
+    def __init__(self, heads: int, window: int | None, ratio: int) -> None:
         super().__init__()
         self.window, self.ratio = window, ratio
         self.attn_sink = nn.Parameter(torch.zeros(heads))
@@ -154,7 +154,7 @@ class AttentionCore(nn.Module):
 class DenseCore(AttentionCore):
     """All keys behind a mask, by one of `ATTENTION_CORES`; the reference."""
 
-    def __init__(self, heads: int, window: int, ratio: int, implementation: str) -> None:
+    def __init__(self, heads: int, window: int | None, ratio: int, implementation: str) -> None:
         super().__init__(heads, window, ratio)
         self.attend = ATTENTION_CORES[implementation]
 
@@ -168,7 +168,7 @@ class DenseCore(AttentionCore):
         with_mass: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See `AttentionCore.forward`."""
-        mask = window_mask(token_mask, self.window)
+        mask = window_mask(token_mask, self.window or q.shape[1])
         if compressed is not None and selection is not None:
             kv = torch.cat((kv, compressed), dim=1)
             mask = torch.cat((mask, membership(selection, compressed.shape[1])), dim=-1)
@@ -196,11 +196,19 @@ class SparseCore(AttentionCore):
     ) -> tuple[Tensor, Tensor | None]:
         """See `AttentionCore.forward`."""
         return sparse_attention(
-            q, kv, compressed, self.attn_sink, selection, token_mask, self.window, self.ratio, with_mass
+            q,
+            kv,
+            compressed,
+            self.attn_sink,
+            selection,
+            token_mask,
+            window=self.window or q.shape[1],
+            ratio=self.ratio,
+            with_mass=with_mass,
         )
 
 
-def attention_core(heads: int, window: int, ratio: int, implementation: str) -> AttentionCore:
+def attention_core(heads: int, window: int | None, ratio: int, implementation: str) -> AttentionCore:
     """The core that ``BackendConfig.attn`` names."""
     if implementation == "sparse":
         return SparseCore(heads, window, ratio)
@@ -214,16 +222,23 @@ class DeepseekV41Attention(nn.Module):
         config: Text configuration.
         layer_idx: Zero-based layer.
         backend: Uses `attn`.
+
+    Attributes:
+        ratio: Tokens per compressed position that the site sees; 0 if it sees none.
     """
+
+    compresses = True
 
     def __init__(self, config: DeepseekV41TextConfig, layer_idx: int, backend: BackendConfig) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.ratio = config.compress_ratios[layer_idx]
+        self.long_rotations = config.compress_ratios[layer_idx] > 0
+        self.ratio = config.compress_ratios[layer_idx] if self.compresses else 0
+        self.quantized = config.quantized_caches
         self.heads, self.width = config.num_attention_heads, config.head_dim
         self.groups, self.group_rank = config.o_groups, config.o_lora_rank
-        self.core = attention_core(self.heads, config.sliding_window, self.ratio, backend.attn)
+        self.core = attention_core(self.heads, self._window(config), self.ratio, backend.attn)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.wq_a = nn.Linear(hidden, config.q_lora_rank, bias=False)
         self.q_norm = RMSNorm(config.q_lora_rank, eps)
@@ -240,8 +255,16 @@ class DeepseekV41Attention(nn.Module):
         selects = compressed and layer_idx in config.index_source_layer_ids
         self.indexer = build_indexer(config, layer_idx) if selects else None
 
+    def _window(self, config: DeepseekV41TextConfig) -> int | None:
+        """Raw positions that a query sees; None is all up to its own."""
+        return config.sliding_window
+
+    def _stored(self, keys: Tensor, name: str) -> Tensor:
+        """Keys and values as a cache of the format `name` would give them back."""
+        return fake_quantize(keys, name) if self.quantized else keys
+
     def _query_rotations(self, positions: Tensor) -> Tensor:
-        return rotation_table(layer_frequencies(self.config, self.ratio > 0), positions)
+        return rotation_table(layer_frequencies(self.config, self.long_rotations), positions)
 
     def _compressed_rotations(self, count: int, device: torch.device) -> Tensor:
         starts = torch.arange(count, device=device) * self.ratio
@@ -264,7 +287,7 @@ class DeepseekV41Attention(nn.Module):
         table = self._query_rotations(position_ids)
         q_latent = self.q_norm(self.wq_a(x))
         q = rotate(self.wq_b(q_latent).unflatten(-1, (self.heads, self.width)), table)
-        kv = fake_quantize(rotate(self.kv_norm(self.wkv(x)), table), "fp8")
+        kv = self._stored(rotate(self.kv_norm(self.wkv(x)), table), "fp8")
         compressed, selection = None, None
         if self.ratio > 0:
             state = self._publish(x, q_latent, table, state, token_mask)
@@ -287,7 +310,7 @@ class DeepseekV41Attention(nn.Module):
             assert self.indexer is not None  # every KV source is an index source
             keys = self.indexer.keys(latent, rotations)
             state = state._replace(
-                compressed_kv=fake_quantize(rotate(latent, rotations), "nvfp4"),
+                compressed_kv=self._stored(rotate(latent, rotations), "nvfp4"),
                 index_keys=keys,
                 group_mask=self.compressor.group_mask(token_mask),
             )
@@ -314,3 +337,22 @@ class DeepseekV41Attention(nn.Module):
         blocks = self.wo_a.weight.view(self.groups, self.group_rank, -1)
         latent = torch.einsum("bsgi,gri->bsgr", grouped, blocks.to(grouped.dtype)).flatten(2)
         return self.wo_b(latent)
+
+
+class WindowAttention(DeepseekV41Attention):
+    """The window alone: no compressed positions, no indexer."""
+
+    compresses = False
+
+
+class FullAttention(WindowAttention):
+    """Dense causal attention over all tokens, with the same projections: what sparsity is an approximation of."""
+
+    def _window(self, config: DeepseekV41TextConfig) -> int | None:
+        return None
+
+
+def build_attention(config: DeepseekV41TextConfig, layer_idx: int, backend: BackendConfig) -> DeepseekV41Attention:
+    """The attention site that ``config.attention`` names."""
+    kinds = {"csa2": DeepseekV41Attention, "window": WindowAttention, "full": FullAttention}
+    return kinds[config.attention](config, layer_idx, backend)

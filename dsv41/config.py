@@ -28,7 +28,14 @@ RELEASED_KV_SOURCES = [2, 8, 14, 20]
 RELEASED_INDEX_SOURCES = [2, 8, 14, 20, 24, 28, 32, 36]
 
 RELEASED_NOISE_TOKEN = 128799
-INDEXERS = ("frozen", "learned")
+# Switches of the architecture and their choices; the first one is the release.
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "residual": ("mhc", "hyper_connections", "plain"),
+    "attention": ("csa2", "window", "full"),
+    "indexer": ("frozen", "learned"),
+    "engram_gate": ("learned", "open"),
+    "engram_token_map": ("compressed", "raw"),
+}
 # Fields that say how the model is trained; those who only run it need not look at them.
 TRAINING_FIELDS = ("indexer", "router_bias_update_rate", "router_balance_loss_weight")
 # Label of a position that is not predicted (the convention of torch and transformers).
@@ -127,6 +134,10 @@ class DeepseekV41TextConfig(PretrainedConfig):
         router_bias_update_rate: How far a training step moves the router's selection biases against the load of the
             experts (see `balance.py`); 0 leaves them as they are.
         router_balance_loss_weight: Weight of the sequence-wise balance loss in training; 0 makes none.
+        attention: What queries see. "csa2"; "window" is without compressed positions; "full" is dense causal attention
+            over all tokens. Projections and rotations of a layer are the same in all three.
+        quantized_caches: Whether window keys, compressed keys, index queries and index keys are rounded to FP8, NVFP4
+            and MXFP4, as the release stores them.
         sliding_window: Raw positions that each query sees, itself included.
         compress_ratios: Per layer: 0 window only, r > 0 also one compressed position per r tokens.
         kv_source_layer_ids: Layers that own a compressor ("Full").
@@ -139,6 +150,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
         candidate_source_layer_id: Layer whose scores limit all later selections to a pool of blocks; -1 disables.
         candidate_topk_blocks: Blocks in the pool.
         candidate_block_size: Compressed positions per block.
+        residual: How a block's results reach the next one. "mhc"; "hyper_connections" is the same mixing without the
+            projection to doubly stochastic matrices; "plain" is an ordinary residual stream and needs ``hc_mult: 1``.
         hc_mult: Number C of residual streams.
         hc_sinkhorn_iters: Sinkhorn normalisation rounds.
         hc_eps: Epsilon of the mixing coefficients.
@@ -148,8 +161,11 @@ class DeepseekV41TextConfig(PretrainedConfig):
         engram_vocab_size: Lower bound of every column's bucket count (a prime).
         engram_n_heads: Hash heads per n-gram size.
         engram_head_dim: Width of a table row.
+        engram_gate: "learned" weighs what memory says by the streams; "open" adds it as it is, and has no keys.
+        engram_token_map: "compressed" hashes tokens alike whose texts differ in case, accents or white space; "raw"
+            hashes the ids themselves.
         engram_pad_token_id: Token whose compressed id stands for blocked lookback positions.
-        engram_compressed_vocab_size: Distinct entries of the tokenizer's compressed map. None takes the tokenizer's.
+        engram_compressed_vocab_size: Distinct entries of the tokenizer's map. None takes the tokenizer's.
         num_nextn_predict_layers: Metadata; the draft layers of the release are not built.
         dspark_block_size: Metadata of the draft layers.
         dspark_noise_token_id: Metadata of the draft layers. None takes the released 128799 if the vocabulary has it.
@@ -205,6 +221,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
         routed_scaling_factor: float = 1.5,
         router_bias_update_rate: float = 0.0,
         router_balance_loss_weight: float = 0.0,
+        attention: str = "csa2",
+        quantized_caches: bool = True,
         sliding_window: int = 128,
         compress_ratios: list[int] = RELEASED_COMPRESS_RATIOS,
         kv_source_layer_ids: list[int] = RELEASED_KV_SOURCES,
@@ -216,6 +234,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
         candidate_source_layer_id: int = 20,
         candidate_topk_blocks: int = 2048,
         candidate_block_size: int = 8,
+        residual: str = "mhc",
         hc_mult: int = 4,
         hc_sinkhorn_iters: int = 20,
         hc_eps: float = 1e-6,
@@ -225,6 +244,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
         engram_vocab_size: int = 16000000,
         engram_n_heads: int = 8,
         engram_head_dim: int = 256,
+        engram_gate: str = "learned",
+        engram_token_map: str = "compressed",
         engram_pad_token_id: int = 2,
         engram_compressed_vocab_size: int | None = 99092,
         num_nextn_predict_layers: int = 3,
@@ -353,7 +374,16 @@ class DeepseekV41TextConfig(PretrainedConfig):
         require(
             self.scoring_func == "sqrtsoftplus", "scoring_func", f"must be 'sqrtsoftplus', got {self.scoring_func!r}"
         )
-        require(self.indexer in INDEXERS, "indexer", f"must be one of {INDEXERS}, got {self.indexer!r}")
+        for field, choices in SWITCHES.items():
+            value = getattr(self, field)
+            require(value in choices, field, f"must be one of {choices}, got {value!r}")
+        value = self.quantized_caches
+        require(isinstance(value, bool), "quantized_caches", f"must be true or false, got {value!r}")
+        require(
+            self.residual != "plain" or self.hc_mult == 1,
+            "hc_mult",
+            f"must be 1 with residual 'plain', which has one stream, got {self.hc_mult}",
+        )
         require(
             self.num_experts_per_tok <= self.n_routed_experts,
             "num_experts_per_tok",

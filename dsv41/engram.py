@@ -110,7 +110,6 @@ class DeepseekV41Engram(nn.Module):
         assert config.engram_num_embeddings is not None  # filled in by the configuration
         rows = config.engram_num_embeddings[self.layer_hash_index]
         columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
-        self.key_width = config.hc_mult * config.hidden_size
         self.embed = EngramTable(
             rows,
             config.engram_head_dim,
@@ -119,7 +118,12 @@ class DeepseekV41Engram(nn.Module):
             process_group,
             backend.sparse_table_gradient,
         )
-        self.wkv = nn.Linear(columns * config.engram_head_dim, self.key_width + config.hidden_size, bias=False)
+        self._build_gate(config, columns * config.engram_head_dim)
+
+    def _build_gate(self, config: DeepseekV41TextConfig, width: int) -> None:
+        """What turns the rows of a position, `width` channels, into something to add."""
+        self.key_width = config.hc_mult * config.hidden_size
+        self.wkv = nn.Linear(width, self.key_width + config.hidden_size, bias=False)
         self.q_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))
         self.k_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))
 
@@ -127,6 +131,10 @@ class DeepseekV41Engram(nn.Module):
         """Norm weights of one; table and projection draw themselves."""
         nn.init.ones_(self.q_weight)
         nn.init.ones_(self.k_weight)
+
+    def _rows(self, hash_ids: Tensor) -> Tensor:
+        """The rows of every position side by side [B, S, cols * d], in the dtype of the projection."""
+        return self.embed(hash_ids).flatten(-2).to(self.wkv.weight.dtype)
 
     def forward(self, hidden_states: Tensor, hash_ids: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Add gated memory to the streams.
@@ -139,7 +147,34 @@ class DeepseekV41Engram(nn.Module):
         Returns:
             [B, S, C, H] in the dtype of `hidden_states`.
         """
-        rows = self.embed(hash_ids).flatten(-2)
-        key, value = self.wkv(rows.to(self.wkv.weight.dtype)).split((self.key_width, hidden_states.shape[-1]), dim=-1)
+        key, value = self.wkv(self._rows(hash_ids)).split((self.key_width, hidden_states.shape[-1]), dim=-1)
         with full_precision(hidden_states):
             return _engram_gate(hidden_states, key, value, self.q_weight, self.k_weight, self.eps, token_mask)
+
+
+class OpenEngram(DeepseekV41Engram):
+    """An Engram without its gate: what memory says is added to every stream, whatever the streams hold."""
+
+    def _build_gate(self, config: DeepseekV41TextConfig, width: int) -> None:
+        self.wkv = nn.Linear(width, config.hidden_size, bias=False)
+
+    def init_weights(self, draws: NamedDraws) -> None:
+        """Table and projection draw themselves."""
+
+    def forward(self, hidden_states: Tensor, hash_ids: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """Add memory to the streams; see `DeepseekV41Engram.forward`."""
+        value = widen(self.wkv(self._rows(hash_ids)))
+        if token_mask is not None:
+            value = value * token_mask.unsqueeze(-1)
+        return (widen(hidden_states) + value.unsqueeze(-2)).to(hidden_states.dtype)
+
+
+def build_engram(
+    config: DeepseekV41TextConfig,
+    layer_idx: int,
+    backend: BackendConfig,
+    process_group: dist.ProcessGroup | None = None,
+) -> DeepseekV41Engram:
+    """The Engram layer that ``config.engram_gate`` names."""
+    kinds = {"learned": DeepseekV41Engram, "open": OpenEngram}
+    return kinds[config.engram_gate](config, layer_idx, backend, process_group)

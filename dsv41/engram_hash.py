@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.token_map import compressed_token_map, fingerprint
+from dsv41.token_map import compressed_token_map, fast_backend, fingerprint
 
 if TYPE_CHECKING:
     from dsv41.token_map import AnyTokenizer
@@ -58,6 +58,13 @@ def check_integer_ids(ids: Tensor, name: str, limit: int, strict: bool) -> None:
             raise ValueError(f"{name}: ids must lie in 0..{limit - 1}, got {low if low < 0 else high}")
 
 
+def hashed_tokens(config: DeepseekV41TextConfig, tokenizer: AnyTokenizer) -> npt.NDArray[np.int64]:
+    """What each token id counts as in a hash, int64 [ids]: the map that ``config.engram_token_map`` names."""
+    if config.engram_token_map == "raw":
+        return np.arange(fast_backend(tokenizer).get_vocab_size(with_added_tokens=True), dtype=np.int64)
+    return compressed_token_map(tokenizer)
+
+
 class DeepseekV41NgramHash(nn.Module):
     """Hash ids of all Engram layers at once, from whole sequences.
 
@@ -81,7 +88,7 @@ class DeepseekV41NgramHash(nn.Module):
 
     def __init__(self, config: DeepseekV41TextConfig, tokenizer: AnyTokenizer, strict_validation: bool = True) -> None:
         super().__init__()
-        mapping = compressed_token_map(tokenizer)
+        mapping = hashed_tokens(config, tokenizer)
         compressed = int(mapping.max()) + 1
         config = config.for_tokenizer(len(mapping), compressed)
         if config.engram_pad_token_id >= len(mapping):

@@ -94,6 +94,8 @@ def flops_per_sequence(config: DeepseekV41TextConfig, length: int) -> dict[str, 
     engrams = len(config.active_engram_layer_ids)
     columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
 
+    keys = 0 if config.engram_gate == "open" else streams
+
     # Multiply-adds of all positions; attention and indexer follow layer by layer.
     blocks = length * config.num_hidden_layers
     mixing = (2 + streams) * streams * hidden  # of a site: collapse, comb, post; predicting them costs C times that
@@ -109,18 +111,19 @@ def flops_per_sequence(config: DeepseekV41TextConfig, length: int) -> dict[str, 
         "attention keys": 0,
         "indexer projections": 0,
         "indexer scores": 0,
-        "mHC": blocks * 2 * (streams * mixing + mixing) + length * streams * hidden,
+        "mHC": 0 if config.residual == "plain" else blocks * 2 * (streams + 1) * mixing + length * streams * hidden,
         "router": blocks * hidden * config.n_routed_experts,
         "routed experts": blocks * expert * config.num_experts_per_tok,
         "shared experts": blocks * expert * config.n_shared_experts,
-        "Engram gates": length * engrams * hidden * (columns * config.engram_head_dim * (streams + 1) + 2 * streams),
+        "Engram gates": length * engrams * hidden * (columns * config.engram_head_dim * (keys + 1) + keys + streams),
         "head": length * hidden * config.vocab_size,
     }
-    window = int(np.minimum(np.arange(1, length + 1), config.sliding_window).sum())
+    longest = length if config.attention == "full" else config.sliding_window
+    window = int(np.minimum(np.arange(1, length + 1), longest).sum())
     per_score = index_heads * (index_width + 1)
     scores_taught, selected = 0, 0
     for layer in config.layers:
-        ratio = config.compress_ratios[layer]
+        ratio = config.compress_ratios[layer] if config.attention == "csa2" else 0
         if ratio and layer in config.index_source_layer_ids:
             scored = scored_positions(config, layer, length)
             selected = int(np.minimum(scored, config.index_topk).sum())  # until another source selects

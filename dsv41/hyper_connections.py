@@ -252,13 +252,42 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return _expand(y, streams, post, comb)
 
 
-class HyperConnection(nn.Module):
-    """Reads from the streams with the `pre` of the site before, and predicts the coefficients of its own site.
+class Residual(nn.Module):
+    """How one site (attention, MoE) reads from the residual streams and writes to them.
+
+    The interface of the ``residual`` switch: ``x, pre, post, comb = site(streams, carried_pre)``, then
+    ``streams = site.write(y, streams, post, comb)`` with the sublayer's output y. What `post` and `comb` hold is the
+    site's own matter.
+    """
+
+    def write(self, y: Tensor, streams: Tensor, post: Tensor | None, comb: Tensor | None) -> Tensor:
+        """The streams [B, S, C, H] with a sublayer's output `y` [B, S, H] in them."""
+        raise NotImplementedError
+
+
+class PlainResidual(Residual):
+    """An ordinary residual connection: the one stream is read as it is, and the result added to it."""
+
+    def forward(self, streams: Tensor, carried_pre: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """The stream [B, S, H] of `streams` [B, S, 1, H]; what is carried stays; no coefficients."""
+        return streams.squeeze(2), carried_pre, None, None
+
+    def write(self, y: Tensor, streams: Tensor, post: Tensor | None, comb: Tensor | None) -> Tensor:
+        """See `Residual.write`."""
+        return streams + y.unsqueeze(2)
+
+
+class HyperConnection(Residual):
+    """mHC: reads with the `pre` of the site before, and predicts the coefficients of its own site.
 
     Args:
         config: Uses hidden_size, hc_mult, hc_sinkhorn_iters, hc_eps, rms_norm_eps.
         backend: Uses `compile_hc`.
     """
+
+    # What is predicted for a stream's own weight at first: exp(4) against 1, so streams mostly keep to themselves, yet
+    # every entry has a gradient.
+    kept = 4.0
 
     def __init__(self, config: DeepseekV41TextConfig, backend: BackendConfig) -> None:
         super().__init__()
@@ -283,9 +312,18 @@ class HyperConnection(nn.Module):
         base = torch.zeros(self.base.shape, dtype=torch.float64)  # the parameter's dtype rounds it, not the default
         # sigmoid(base) = 1 / C: with equal streams the site reads their common value.
         base[:streams].fill_(-math.log(max(streams - 1, 1)))
-        # exp(4) against 1: streams mostly keep to themselves, yet every entry has a gradient.
-        base[2 * streams :].view(streams, streams).fill_diagonal_(4.0)
+        base[2 * streams :].view(streams, streams).fill_diagonal_(self.kept)
         copy_rows_(self.base, base)
+
+    def combined(self, logits: Tensor) -> Tensor:
+        """Mixing matrices [..., C_in, C_out] from what was predicted for them."""
+        return sinkhorn(logits, self.iterations, self.eps)
+
+    def write(self, y: Tensor, streams: Tensor, post: Tensor | None, comb: Tensor | None) -> Tensor:
+        """See `expand`."""
+        assert post is not None
+        assert comb is not None
+        return expand(y, streams, post, comb)
 
     def forward(self, streams: Tensor, carried_pre: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the site reads, and the coefficients that follow from the same streams.
@@ -307,5 +345,25 @@ class HyperConnection(nn.Module):
             # One fused multiply-add, as in the release; multiply then add rounds differently.
             logits = torch.addcmul(base, mixes, per_row)
             pre, post, comb = logits.split(parts, dim=-1)
-            comb = sinkhorn(comb.unflatten(-1, (count, count)), self.iterations, self.eps)
+            comb = self.combined(comb.unflatten(-1, (count, count)))
             return x, pre.sigmoid() + self.eps, 2 * post.sigmoid(), comb
+
+
+class UnconstrainedHyperConnection(HyperConnection):
+    """Hyper-connections (arXiv:2409.19606) in the single-pass form: mixing matrices are not projected.
+
+    Everything else is mHC's, so that a comparison shows what the projection does.
+    """
+
+    kept = 1.0  # the identity, exactly
+
+    def combined(self, logits: Tensor) -> Tensor:
+        """The prediction itself."""
+        return logits
+
+
+def build_residual(config: DeepseekV41TextConfig, backend: BackendConfig) -> Residual:
+    """The site that ``config.residual`` names."""
+    if config.residual == "plain":
+        return PlainResidual()
+    return {"mhc": HyperConnection, "hyper_connections": UnconstrainedHyperConnection}[config.residual](config, backend)

@@ -109,6 +109,7 @@ class Indexer(nn.Module):
         self.width = config.index_head_dim
         self.topk = config.index_topk
         self.ratio = config.compress_ratios[layer_idx]
+        self.quantized = config.quantized_caches
         self.block_size = config.candidate_block_size
         self.topk_blocks = config.candidate_topk_blocks
         source = config.candidate_source_layer_id
@@ -125,9 +126,7 @@ class Indexer(nn.Module):
         """Whether the forward under way has to make a loss for the indexer."""
         return False
 
-    def loss(
-        self, x: Tensor, q_latent: Tensor, table: Tensor, keys: Tensor, selection: Tensor, mass: Tensor
-    ) -> Tensor:
+    def loss(self, x: Tensor, q_latent: Tensor, table: Tensor, keys: Tensor, selection: Tensor, mass: Tensor) -> Tensor:
         """What a learned indexer learns from; asked for only where `learns`."""
         raise TypeError("a frozen indexer has no loss")
 
@@ -144,10 +143,14 @@ class Indexer(nn.Module):
         """
         return self._keys(latent, table)
 
+    def _stored(self, x: Tensor) -> Tensor:
+        """Index queries or keys as a cache would give them back."""
+        return fake_quantize(x, "mxfp4") if self.quantized else x
+
     def _keys(self, latent: Tensor, table: Tensor) -> Tensor:
         if self.wk is None or self.k_norm is None:
             raise TypeError("only the indexer of a KV source layer makes keys; the others are given its keys")
-        return fake_quantize(rotate(self.k_norm(self.wk(latent)), table), "mxfp4")
+        return self._stored(rotate(self.k_norm(self.wk(latent)), table))
 
     def queries(self, x: Tensor, q_latent: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """What scores positions.
@@ -161,7 +164,7 @@ class Indexer(nn.Module):
             Index queries [B, S, I, E], rotated and MXFP4-rounded, and the weights of their heads [B, S, I].
         """
         q = self.wq_b(q_latent).unflatten(-1, (self.heads, self.width))
-        q = fake_quantize(rotate(q, table), "mxfp4")
+        q = self._stored(rotate(q, table))
         return q, self.weights_proj(x) * (self.width**-0.5 * self.heads**-0.5)
 
     def scores(self, q: Tensor, weights: Tensor, keys: Tensor, group_mask: Tensor, first_query: int = 0) -> Tensor:

@@ -138,9 +138,7 @@ class LearnedIndexer(Indexer):
         exists = visible_positions(x.shape[1], positions, self.ratio, x.device) & group_mask.unsqueeze(1)
         return torch.arange(positions, device=x.device).masked_fill(~exists, -1), blocks
 
-    def loss(
-        self, x: Tensor, q_latent: Tensor, table: Tensor, keys: Tensor, selection: Tensor, mass: Tensor
-    ) -> Tensor:
+    def loss(self, x: Tensor, q_latent: Tensor, table: Tensor, keys: Tensor, selection: Tensor, mass: Tensor) -> Tensor:
         """`divergence` of this indexer's scores from what the attention has made of the selection.
 
         Args:
@@ -157,8 +155,10 @@ class LearnedIndexer(Indexer):
 
 def learns_selection(config: DeepseekV41TextConfig) -> bool:
     """Whether a model of this configuration has an indexer that learns."""
-    sources = config.index_source_layer_ids
-    return config.indexer == "learned" and any(layer < config.num_hidden_layers for layer in sources)
+    selects = config.attention == "csa2" and any(
+        layer < config.num_hidden_layers for layer in config.index_source_layer_ids
+    )
+    return selects and config.indexer == "learned"
 
 
 def build_indexer(config: DeepseekV41TextConfig, layer_idx: int) -> Indexer:

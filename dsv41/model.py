@@ -26,13 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from dsv41.attention import AttentionState, DeepseekV41Attention
+from dsv41.attention import AttentionState, DeepseekV41Attention, build_attention
 from dsv41.backend import BackendConfig
 from dsv41.config import IGNORE_INDEX, DeepseekV41TextConfig
-from dsv41.engram import DeepseekV41Engram
+from dsv41.engram import build_engram
 from dsv41.engram_hash import DeepseekV41NgramHash, check_integer_ids
 from dsv41.engram_table import EngramTable
-from dsv41.hyper_connections import HyperConnection, collapse, expand
+from dsv41.hyper_connections import build_residual, collapse
 from dsv41.initialization import initialize_parameters
 from dsv41.loss import causal_lm_loss, chunked_causal_lm_loss
 from dsv41.model_pretrained import ModelInFolders
@@ -69,14 +69,14 @@ class DeepseekV41Block(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.engram = (
-            DeepseekV41Engram(config, layer_idx, backend, engram_process_group)
+            build_engram(config, layer_idx, backend, engram_process_group)
             if layer_idx in config.active_engram_layer_ids
             else None
         )
-        self.attn_hc = HyperConnection(config, backend)
+        self.attn_hc = build_residual(config, backend)
         self.attn_norm = RMSNorm(hidden, eps)
-        self.attn = DeepseekV41Attention(config, layer_idx, backend)
-        self.ffn_hc = HyperConnection(config, backend)
+        self.attn = build_attention(config, layer_idx, backend)
+        self.ffn_hc = build_residual(config, backend)
         self.ffn_norm = RMSNorm(hidden, eps)
         self.ffn = DeepseekV41MoE(config, backend)
 
@@ -118,11 +118,11 @@ class DeepseekV41Block(nn.Module):
 
         x, pre_mix, post, comb = self.attn_hc(hidden_states, pre_mix)
         y, state = self.attn(self.attn_norm(x), state, position_ids, token_mask)
-        hidden_states = expand(y, hidden_states, post, comb)
+        hidden_states = self.attn_hc.write(y, hidden_states, post, comb)
 
         x, pre_mix, post, comb = self.ffn_hc(hidden_states, pre_mix)
         y, report = self.ffn(self.ffn_norm(x), token_mask, image_mask)
-        hidden_states = expand(y, hidden_states, post, comb)
+        hidden_states = self.ffn_hc.write(y, hidden_states, post, comb)
         return hidden_states, pre_mix, state, report
 
 

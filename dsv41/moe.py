@@ -188,9 +188,7 @@ class DeepseekV41MoE(nn.Module):
         self.experts = Experts(config, backend)
         self.shared_experts = SharedExpert(config)
 
-    def forward(
-        self, x: Tensor, token_mask: Tensor, image_mask: Tensor | None = None
-    ) -> tuple[Tensor, RouterReport]:
+    def forward(self, x: Tensor, token_mask: Tensor, image_mask: Tensor | None = None) -> tuple[Tensor, RouterReport]:
         """Apply the layer.
 
         Args:

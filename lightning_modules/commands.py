@@ -1,6 +1,6 @@
-"""``dsv41 export`` and ``dsv41 import``: what is typed, and what is answered.
+"""``dsv41 export``, ``dsv41 import`` and ``dsv41 inspect``: what is typed, and what is answered.
 
-Their options are few and no configuration, so argparse reads them, before anything heavy is imported.
+Their own options are few and no configuration, so argparse reads them, where it can before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -74,7 +74,13 @@ def _import(args: list[str]) -> None:
     print(import_folder(Path(options.source), Path(options.output)))
 
 
-COMMANDS = {"export": _export, "import": _import}
+def _inspect(args: list[str]) -> None:
+    from lightning_modules.inspecting import inspect
+
+    print(inspect(args))
+
+
+COMMANDS = {"export": _export, "import": _import, "inspect": _inspect}
 
 
 def main(name: str, args: list[str]) -> None:

@@ -19,6 +19,7 @@ SUBCOMMANDS = {
 FOLDER_COMMANDS = {
     "export": "a checkpoint's weights as a folder for others: released layout or Hugging Face",
     "import": "check a folder of weights, and write a configuration that fine-tunes it",
+    "inspect": "parameters, operations and memory of a configuration, in seconds",
 }
 
 _LISTED = "\n".join(f"  {name:<10}{does}" for name, does in (SUBCOMMANDS | FOLDER_COMMANDS).items())
@@ -42,6 +43,8 @@ then:
   dsv41 export --ckpt_path runs/tiny/version_0/checkpoints/best.ckpt --output tiny-released
                                                              weights for others, or for:
   dsv41 fit --config configs/tiny.yaml --model.pretrained tiny-released
+  dsv41 inspect --config configs/tiny.yaml --world-size 8 --memory-per-rank 80GB
+                                                             what it costs, and whether it fits
   dsv41 fit --config configs/tiny.yaml --print_config        every option with its value
   dsv41 fit --help                                           every option explained
 

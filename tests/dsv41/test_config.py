@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig, DeepseekV41VisionConfig
 from dsv41.checkpoint import load_released
-from dsv41.config import METADATA_FIELDS, TRAINING_FIELDS
+from dsv41.config import METADATA_FIELDS, SWITCHES, TRAINING_FIELDS
 from dsv41.rope import layer_frequencies
 
 NAN, INF = float("nan"), float("inf")
@@ -402,6 +402,8 @@ EFFECTS: dict[str, Outcome] = {
     "routed_scaling_factor": output(routed_scaling_factor=2.5),
     "router_bias_update_rate": other("training", router_bias_update_rate=0.01),
     "router_balance_loss_weight": other("training", router_balance_loss_weight=0.01),
+    "attention": shape(attention="window"),
+    "quantized_caches": output(quantized_caches=False),
     "sliding_window": output(sliding_window=5),
     "compress_ratios": output(compress_ratios=[0, 3, 3, 3, 1, 1]),
     "kv_source_layer_ids": shape(kv_source_layer_ids=[1, 3, 4]),
@@ -413,6 +415,7 @@ EFFECTS: dict[str, Outcome] = {
     "candidate_source_layer_id": output(candidate_source_layer_id=-1),
     "candidate_topk_blocks": output(candidate_topk_blocks=2),
     "candidate_block_size": output(candidate_block_size=3),
+    "residual": output(residual="hyper_connections"),
     "hc_mult": shape(hc_mult=2),
     "hc_sinkhorn_iters": output(hc_sinkhorn_iters=1),
     "hc_eps": output(hc_eps=1e-2),
@@ -422,6 +425,8 @@ EFFECTS: dict[str, Outcome] = {
     "engram_vocab_size": shape(engram_vocab_size=89, engram_num_embeddings=None),
     "engram_n_heads": shape(engram_n_heads=1, engram_num_embeddings=None),
     "engram_head_dim": shape(engram_head_dim=8),
+    "engram_gate": shape(engram_gate="open"),
+    "engram_token_map": output(engram_token_map="raw", engram_compressed_vocab_size=None),
     "engram_pad_token_id": output(engram_pad_token_id=100),
     "engram_compressed_vocab_size": other("contradicts the tokenizer", engram_compressed_vocab_size=402),
     "num_nextn_predict_layers": metadata(1),
@@ -534,8 +539,15 @@ def test_training_fields_move_neither_outputs_nor_the_gradients_of_the_language_
         assert gradient is None or torch.equal(gradient, theirs), name
 
 
-def test_an_indexer_is_frozen_or_learned(text_fields: Callable[..., dict[str, Any]]) -> None:
-    refused(text_fields(indexer="trained"), "indexer")
+@pytest.mark.parametrize("field", SWITCHES)
+def test_a_switch_has_the_choices_that_its_error_names(text_fields: Callable[..., dict[str, Any]], field: str) -> None:
+    refused(text_fields(**{field: "off"}), field, f"must be one of .*{SWITCHES[field][0]}.*, got 'off'")
+    assert getattr(DeepseekV41TextConfig(), field) == SWITCHES[field][0]
+
+
+def test_one_stream_is_what_a_plain_residual_has(text_fields: Callable[..., dict[str, Any]]) -> None:
+    refused(text_fields(residual="plain"), "hc_mult", "must be 1 with residual 'plain'")
+    refused(text_fields(quantized_caches="no"), "quantized_caches", "true or false")
 
 
 @pytest.mark.parametrize("field", fields_with("refused"))
