@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from dsv41.config import METADATA_FIELDS, DeepseekV41TextConfig
+from dsv41.config import METADATA_FIELDS, TRAINING_FIELDS, DeepseekV41TextConfig
 
 KEY = "dsv41"
-HARMLESS_FIELDS = frozenset(METADATA_FIELDS) | {"initializer_range", "max_position_embeddings"}
+HARMLESS_FIELDS = frozenset(METADATA_FIELDS + TRAINING_FIELDS) | {"initializer_range", "max_position_embeddings"}
 
 
 class CheckpointMismatchError(ValueError):

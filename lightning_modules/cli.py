@@ -32,11 +32,13 @@ from dsv41.files import plain_name, settle
 from lightning_modules.callbacks import (
     BestCheckpoint,
     GracefulInterrupt,
+    IndexerRecall,
     LatestCheckpoint,
     PartSummary,
     PredictionFile,
     TokenThroughput,
     UnigramBaseline,
+    UpdateRatio,
 )
 from lightning_modules.callbacks.checkpoint import find_checkpoint, passed_over, run_number
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
@@ -104,10 +106,12 @@ class DeepseekV41CLI(LightningCLI):
         return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the checkpoint options and link the tokenizer."""
+        """Add the options of callbacks that every run has, and link the tokenizer."""
         # The best one first: Lightning resolves ckpt_path="best" through the first checkpoint callback.
         parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.add_lightning_class_args(LatestCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(UpdateRatio, "update_ratio")
+        parser.add_lightning_class_args(IndexerRecall, "indexer_recall")
         parser.link_arguments("data", "model.tokenizer", compute_fn=_tokenizer_of, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,9 @@ class NonFiniteError(RuntimeError):
     """A loss or a gradient became infinite or NaN."""
 
 
-def _not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> list[str]:
+def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     # Of this rank's rows alone: the others may have nothing to complain about, and would not take part in a collective.
-    return [
-        name
-        for name, tensor in tensors
-        if tensor is not None and not bool(torch.isfinite(local_rows(tensor.detach())[0]).all())
-    ]
+    return [name for name, tensor in tensors if not bool(torch.isfinite(local_rows(tensor.detach())[0]).all())]
 
 
 def require_finite_loss(loss: Tensor, module: nn.Module, step: int) -> None:
@@ -36,14 +32,19 @@ def require_finite_loss(loss: Tensor, module: nn.Module, step: int) -> None:
     raise NonFiniteError(f"loss is {float(loss.detach())} in optimizer step {step}; {cause}")
 
 
-def require_finite_gradients(norm: Tensor, module: nn.Module, step: int) -> None:
+def require_finite_gradients(norm: Tensor, gradients: Mapping[str, Tensor], step: int) -> None:
     """Raise `NonFiniteError` if the gradient `norm` is not finite, naming the parameters whose gradients are not.
 
     This reads one number from the device per call.
+
+    Args:
+        norm: Of all ranks.
+        gradients: What this rank holds, by name, as plain tensors (see `local_gradients`).
+        step: Number of the optimizer step.
     """
     if bool(torch.isfinite(norm)):
         return
-    names = _not_finite((name, parameter.grad) for name, parameter in module.named_parameters())
+    names = _not_finite(gradients.items())
     cause = (
         f"gradients that are not finite: {first_few(names)}" if names else "each gradient is finite, their norm is not"
     )

@@ -1,23 +1,24 @@
-"""Optimizer and learning-rate schedule."""
+"""Which parameter learns by which rule, at which rate."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
 
-ScheduleName = Literal["cosine", "wsd", "constant"]
+from dsv41.engram_table import EngramTable
+from dsv41.inspect import part_of
+from lightning_modules.grouped_optimizer import GroupedOptimizer, Rule
+
+MatrixRule = Literal["adamw", "muon"]
+TableRule = Literal["rows", "dense"]
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW.
+    """AdamW; for Engram tables, row by row; for hidden matrices, on request, Muon.
 
     Args:
         lr: Peak learning rate.
@@ -25,6 +26,15 @@ class OptimizerConfig:
         beta1: Decay of the gradient's average.
         beta2: Decay of the squared gradient's average.
         eps: Added to the root of the squared average.
+        matrices: "adamw", or "muon" for the two-dimensional matrices inside the blocks, with updates scaled to the size
+            of AdamW's (see `parameter_groups`).
+        tables: "rows" updates the rows of an Engram table that a step has read, and leaves the others alone (see
+            `row_adam.py`), in time that does not grow with the table. "dense" is AdamW over the whole table.
+        table_lr_multiplier: Peak learning rate of Engram tables as a multiple of `lr` (5 in arXiv:2601.07372).
+        muon_momentum: Decay of Muon's average of the gradient.
+
+    Raises:
+        ValueError: A value is out of range; names the field.
     """
 
     lr: float = 2e-3
@@ -32,140 +42,97 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    matrices: MatrixRule = "adamw"
+    tables: TableRule = "rows"
+    table_lr_multiplier: float = 5.0
+    muon_momentum: float = 0.95
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"optimizer.lr: must be above 0, got {self.lr}")
-        if self.weight_decay < 0:
+        for name in ("lr", "eps", "table_lr_multiplier"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name}: must be above 0, got {getattr(self, name)}")
+        if not self.weight_decay >= 0:
             raise ValueError(f"optimizer.weight_decay: must be at least 0, got {self.weight_decay}")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}: must lie in [0, 1), got {getattr(self, name)}")
-        if self.eps <= 0:
-            raise ValueError(f"optimizer.eps: must be above 0, got {self.eps}")
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """Learning rate over optimizer steps: linear warm-up, then one of three shapes.
-
-    Args:
-        name: "cosine" to the floor at the last step; "wsd" (warm-up, stable, decay): constant, then linear to the
-            floor; "constant".
-        warmup_steps: Steps of the linear warm-up; the first step already moves.
-        floor: Final rate as a share of the peak.
-        decay_share: Share of all steps that "wsd" decays over, at the end.
-        total_steps: Length of the schedule; None takes the trainer's number of optimizer steps.
-    """
-
-    name: ScheduleName = "cosine"
-    warmup_steps: int = 100
-    floor: float = 0.1
-    decay_share: float = 0.2
-    total_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.name not in get_args(ScheduleName):
-            raise ValueError(f"schedule.name: must be one of {get_args(ScheduleName)}, got {self.name!r}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"schedule.warmup_steps: must be at least 0, got {self.warmup_steps}")
-        for name in ("floor", "decay_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"schedule.{name}: must lie in 0..1, got {getattr(self, name)}")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise ValueError(f"schedule.total_steps: must be at least 1, got {self.total_steps}")
-
-
-def learning_rate_factor(step: int, total: float, config: ScheduleConfig) -> float:
-    """Learning rate of the optimizer step after `step` finished ones, as a share of the peak.
-
-    Args:
-        step: Optimizer steps done so far.
-        total: Steps of the whole run; infinite is allowed for "constant".
-        config: The shape.
-    """
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
-    if config.name == "constant":
-        return 1.0
-    last = max(total - 1, config.warmup_steps)
-    begin = config.warmup_steps if config.name == "cosine" else max(last - config.decay_share * total, 0)
-    if step <= begin:
-        return 1.0
-    # A run may end with its warm-up, and the schedule is asked once more after the last step.
-    progress = min((step - begin) / max(last - begin, 1), 1.0)
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.name == "cosine" else 1 - progress
-    return config.floor + (1 - config.floor) * shape
+        for name, choices in (("matrices", get_args(MatrixRule)), ("tables", get_args(TableRule))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"optimizer.{name}: must be one of {choices}, got {getattr(self, name)!r}")
 
 
 # By the end of a parameter's name: vectors in disguise, and rows that are looked up rather than multiplied.
-UNDECAYED_SUFFIXES = ("embed_tokens.weight", "engram.embed.weight", "engram.q_weight", "engram.k_weight")
+UNDECAYED_SUFFIXES = ("embed_tokens.weight", "engram.q_weight", "engram.k_weight")
+TABLE_SUFFIX = "engram.embed.weight"
+# Parts of `dsv41/inspect.py` whose matrices map hidden states to hidden states; all of these have two dimensions.
+MUON_PARTS = ("attention", "indexer", "shared experts", "Engram gates")
 
 
 def group_settings(config: OptimizerConfig) -> dict[str, dict[str, Any]]:
-    """What the configuration sets for each group, by the group's name; anything else in a group is state."""
-    common = {"initial_lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    """What the configuration sets for each group, by the group's name, in the order of the groups.
+
+    Anything else in a group is state, a constant of its rule, or the rule itself, which a resumed run has to share.
+    """
+    adam = {"initial_lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    decay = {"weight_decay": config.weight_decay}
+    no_decay = {"weight_decay": 0.0}
     return {
-        "decay": common | {"weight_decay": config.weight_decay},
-        "no_decay": common | {"weight_decay": 0.0},
+        "decay": adam | decay,
+        "muon": {"initial_lr": config.lr, "momentum": config.muon_momentum} | decay,
+        "no_decay": adam | no_decay,
+        "tables": adam | no_decay | {"initial_lr": config.lr * config.table_lr_multiplier},
     }
+
+
+def group_of(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> str:
+    """The group of `group_settings` that a parameter belongs to, by its full name."""
+    if name.endswith(TABLE_SUFFIX):
+        return "tables"
+    if parameter.dim() < 2 or name.endswith(UNDECAYED_SUFFIXES):
+        return "no_decay"
+    if config.matrices == "muon" and part_of(name) in MUON_PARTS:
+        return "muon"
+    return "decay"
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Split trainable parameters into "decay" (matrices) and "no_decay" (vectors, embeddings, table rows).
+    """Split trainable parameters into groups. All four exist, in this order, with or without members:
+
+    - "decay", AdamW: the head, router, mixing matrices of mHC, stacks of experts, and what "muon" does not take;
+    - "muon", with ``matrices: muon``: two-dimensional matrices of attention, compressors, indexers, shared experts and
+      Engram projections. Stacks of experts [E, M, H] stay with AdamW: torch's Muon takes two dimensions only;
+    - "no_decay", AdamW: vectors, the token embedding, norm weights of the Engram;
+    - "tables": Engram tables.
 
     Returns:
-        Groups for a torch optimizer, each with a `name`; an empty one is left out.
+        Groups for a `GroupedOptimizer`.
     """
-    members: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
+    settings = group_settings(config)
+    members: dict[str, list[nn.Parameter]] = {group: [] for group in settings}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            undecayed = parameter.dim() < 2 or name.endswith(UNDECAYED_SUFFIXES)
-            members["no_decay" if undecayed else "decay"].append(parameter)
-    settings = group_settings(config)
+            members[group_of(name, parameter, config)].append(parameter)
+    tables: Rule = "rows" if config.tables == "rows" else "adamw"
+    rules: dict[str, Rule] = {"decay": "adamw", "muon": "muon", "no_decay": "adamw", "tables": tables}
     return [
-        {"name": name, "params": parameters, "lr": config.lr} | settings[name]
-        for name, parameters in members.items()
-        if parameters
+        {"name": group, "rule": rules[group], "params": parameters, "lr": settings[group]["initial_lr"]}
+        | settings[group]
+        for group, parameters in members.items()
     ]
 
 
-def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over `parameter_groups`; torch's fused kernel (8x faster than the default on a CPU)."""
-    return torch.optim.AdamW(parameter_groups(module.named_parameters(), config), fused=True)
-
-
-def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """Norm of all gradients together, of their rows on all ranks where they are sharded: a plain scalar."""
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def scale_gradients_(gradients: list[Tensor], factor: Tensor) -> None:
-    """Multiply all gradients by a scalar; they may be on different devices, when some are offloaded."""
-    devices: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        devices.setdefault(gradient.device, []).append(gradient)
-    for device, members in devices.items():
-        torch._foreach_mul_(members, factor.to(device))
-
-
-def build_schedule(optimizer: torch.optim.Optimizer, config: ScheduleConfig, trainer_steps: float) -> LambdaLR:
-    """Schedule per optimizer step.
-
-    Args:
-        optimizer: Its groups keep their own peak.
-        config: The shape.
-        trainer_steps: Length if `config.total_steps` is None.
+def build_optimizer(module: nn.Module, config: OptimizerConfig) -> GroupedOptimizer:
+    """The optimizer of `parameter_groups`. Engram tables of `module` will make the gradients that their rule takes.
 
     Raises:
-        ValueError: The shape needs a length and there is none.
+        RuntimeError: A table has a gradient of the other kind.
     """
-    total = trainer_steps if config.total_steps is None else config.total_steps
-    if config.name != "constant" and not math.isfinite(total):
-        raise ValueError(
-            f"schedule.total_steps: {config.name!r} needs the number of steps; set it, trainer.max_steps or max_epochs"
-        )
-    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, total, config))
+    sparse = config.tables == "rows"
+    for name, table in module.named_modules():
+        if isinstance(table, EngramTable) and table.sparse_gradient != sparse:
+            if table.weight.grad is not None:
+                raise RuntimeError(f"{name}: has a gradient from before optimizer.tables was {config.tables!r}")
+            table.sparse_gradient = sparse
+    return GroupedOptimizer(parameter_groups(module.named_parameters(), config))

@@ -19,6 +19,18 @@ def _configuration(run: Path) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
+def _optimizer_name(optimizer: dict[str, Any], engram: bool) -> str | None:
+    """How the run has learned, from its `OptimizerConfig`; checkpoints from before there was a choice say AdamW."""
+    if not optimizer:
+        return None
+    names = ["AdamW"]
+    if optimizer.get("matrices") == "muon":
+        names.append("Muon for hidden matrices")
+    if engram and optimizer.get("tables") == "rows":
+        names.append("Adam by rows for Engram tables")
+    return ", ".join(names)
+
+
 def run_numbers(meta: dict[str, Any], run: Path) -> RunNumbers:
     """What is known of a checkpoint's run.
 
@@ -48,7 +60,7 @@ def run_numbers(meta: dict[str, Any], run: Path) -> RunNumbers:
         unigram_loss=measured.get("val/unigram_entropy"),
         seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
         precision=trainer.get("precision") or "32-true" if trainer else None,
-        optimizer="AdamW" if optimizer else None,
+        optimizer=_optimizer_name(optimizer, bool(about["text_config"].get("engram_layer_ids"))),
         learning_rate=optimizer.get("lr"),
         weight_decay=optimizer.get("weight_decay"),
         software=f"lightning {trained_with}" if (trained_with := meta.get("pytorch-lightning_version")) else None,

@@ -38,8 +38,9 @@ from dsv41.files import (
     sha256_of,
     unwritten,
 )
+from dsv41.sharding import local_rows
 from lightning_modules.listing import first_few
-from lightning_modules.optimizer_state import numbered_state
+from lightning_modules.optimizer_state import has_rows_of, numbered_state, sharded_rows
 from lightning_modules.safe_load import METADATA, choices_named, read_metadata, read_plain, refusal
 
 META = "meta.pt"
@@ -269,7 +270,7 @@ def read_optimizer(folder: Path, index: int, parameters: Mapping[str, Tensor], p
     Args:
         folder: The checkpoint.
         index: Number of the optimizer.
-        parameters: Its parameters by name; state of a parameter's shape comes back sharded like it.
+        parameters: Its parameters by name; state of its rows comes back sharded like it.
         plain: The optimizer's entry in ``optimizer_states`` of `read_meta`.
 
     Returns:
@@ -282,8 +283,10 @@ def read_optimizer(folder: Path, index: int, parameters: Mapping[str, Tensor], p
         _, _, name, key = path
         parameter = parameters[name]
         dtype = entry.properties.dtype
-        if tuple(entry.size) == tuple(parameter.shape):
-            target = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if has_rows_of(entry.size, parameter):
+            local, _ = local_rows(parameter.detach())
+            rows = torch.zeros(len(local), *entry.size[1:], dtype=dtype, device=local.device)
+            target = sharded_rows(rows, parameter)
         else:
             target = torch.zeros(entry.size, dtype=dtype)
         tensors.setdefault(name, {})[key] = target

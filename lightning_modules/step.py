@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,9 +45,8 @@ class StepTotals:
 
     def __add__(self, other: StepTotals) -> StepTotals:
         """The totals of both; the first one's reference stays."""
-        return StepTotals(
-            *(getattr(self, name) + getattr(other, name) for name in _SUMMED), self.load + other.load, self.reference
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMMED, "load")}
+        return replace(self, **sums)
 
     def over_ranks(self, summed: Callable[[Tensor], Tensor]) -> StepTotals:
         """The totals of all ranks, in float64, with two sums over ranks.
@@ -56,7 +55,8 @@ class StepTotals:
             summed: Adds a tensor up over ranks; may overwrite it.
         """
         scalars = summed(torch.stack([getattr(self, name).double() for name in _SUMMED]))
-        return StepTotals(*scalars.unbind(), summed(self.load.clone()), self.reference)
+        sums = dict(zip(_SUMMED, scalars, strict=True))
+        return replace(self, load=summed(self.load.clone()), **sums)
 
 
 _SUMMED = ("nats", "tokens", "live", "indexer", "balance")

@@ -7,6 +7,7 @@ sharded by the strategy; sums over ranks are the strategy's `reduce`, which on o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,21 +18,21 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
+from dsv41.balance import imbalance, move_biases_
 from dsv41.config import IGNORE_INDEX
+from dsv41.indexer_learning import LearnedIndexer, learns_selection
+from dsv41.model import TrainingReport
 from lightning_modules import checkpoint_rule
 from lightning_modules.data.token_bytes import token_byte_lengths
 from lightning_modules.finite import require_finite_gradients, require_finite_loss
+from lightning_modules.gradients import clip_by_norm_, clip_values_, gradient_norms, local_gradients, scale_
 from lightning_modules.metrics import LanguageModelMetric
-from lightning_modules.optim import (
-    OptimizerConfig,
-    ScheduleConfig,
-    build_optimizer,
-    build_schedule,
-    gradient_norm,
-    group_settings,
-    scale_gradients_,
-)
+from lightning_modules.optim import OptimizerConfig, build_optimizer, group_settings
+from lightning_modules.optimizer_state import parameters_by_name
+from lightning_modules.precision_check import require_wide_parameters
 from lightning_modules.pretrained import load_pretrained
+from lightning_modules.schedule import ScheduleConfig, build_schedule
+from lightning_modules.step import StepTotals
 from lightning_modules.strategy import EngramFSDPStrategy
 
 Batch = dict[str, Tensor]
@@ -40,19 +41,19 @@ PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 
 
 @dataclass(frozen=True)
-class StepTotals:
-    """Sums over the micro-batches of an optimizer step so far: scalars.
+class IndexerConfig:
+    """How a learned indexer is trained; without effect where ``config.indexer`` is "frozen".
 
-    Attributes:
-        nats: Summed cross-entropy of this rank.
-        tokens: Predicted tokens of this rank.
-        reference: Predicted tokens per rank in the first micro-batch (1 if there are none): what the loss of every
-            micro-batch is divided by. The same on all ranks.
+    Args:
+        warmup_steps: First optimizer steps, in which attention sees all compressed positions and only the indexers are
+            trained (DeepSeek-V3.2's dense warm-up): for weights whose attention has been trained already.
     """
 
-    nats: Tensor
-    tokens: Tensor
-    reference: Tensor
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"indexer.warmup_steps: must be at least 0, got {self.warmup_steps}")
 
 
 class DeepseekV41Task(L.LightningModule):
@@ -67,6 +68,7 @@ class DeepseekV41Task(L.LightningModule):
         tokenizer: Tokenizer of the data; the command line links it from the data module, so it is never typed twice.
         pretrained: Folder whose weights a run without a checkpoint starts from: the released layout or that of
             transformers, with its config.json, which also gives `config` where the command line sets this.
+        indexer: Training of learned indexers.
 
     Attributes:
         model: The model; None until `configure_model`.
@@ -85,6 +87,7 @@ class DeepseekV41Task(L.LightningModule):
         schedule: ScheduleConfig = ScheduleConfig(),  # noqa: B008 - frozen
         tokenizer: PreTrainedTokenizerFast | None = None,
         pretrained: str | None = None,
+        indexer: IndexerConfig = IndexerConfig(),
     ) -> None:
         super().__init__()
         # load_from_checkpoint gives back the plain values that are saved below.
@@ -96,10 +99,18 @@ class DeepseekV41Task(L.LightningModule):
             optimizer = OptimizerConfig(**optimizer)
         if isinstance(schedule, dict):
             schedule = ScheduleConfig(**schedule)
+        if isinstance(indexer, dict):
+            indexer = IndexerConfig(**indexer)
+        if indexer.warmup_steps and not learns_selection(config):
+            raise ValueError(
+                f"indexer.warmup_steps: must be 0, got {indexer.warmup_steps}: there is no indexer to warm up, which "
+                "takes config.indexer 'learned' and a layer in index_source_layer_ids"
+            )
         self.text_config = config
         self.backend = backend
         self.optimizer_config = optimizer
         self.schedule_config = schedule
+        self.indexer_config = indexer
         # Plain values, so that a checkpoint opens with weights_only=True.
         self.save_hyperparameters(
             {
@@ -108,6 +119,7 @@ class DeepseekV41Task(L.LightningModule):
                 "optimizer": asdict(optimizer),
                 "schedule": asdict(schedule),
                 "pretrained": pretrained,
+                "indexer": asdict(indexer),
             }
         )
         self.tokenizer = tokenizer
@@ -120,6 +132,7 @@ class DeepseekV41Task(L.LightningModule):
         if tokenizer is not None:
             self.register_buffer("token_bytes", token_byte_lengths(tokenizer), persistent=False)
         self._step: StepTotals | None = None
+        self._load: Tensor | None = None
 
     # ------------------------------------------------------------------ construction
 
@@ -149,9 +162,10 @@ class DeepseekV41Task(L.LightningModule):
                 f"trainer.strategy: {self.trainer.world_size} devices need engram_fsdp (see configs/strategy), got "
                 f"{type(self.trainer.strategy).__name__}"
             )
-        if stage == "fit" and self.backend.sparse_table_gradient:
+        if stage == "fit" and self.backend.sparse_table_gradient and self.optimizer_config.tables == "dense":
             raise ValueError(
-                "model.backend.sparse_table_gradient: must be false, since AdamW takes dense gradients only"
+                "model.backend.sparse_table_gradient: must be false with model.optimizer.tables 'dense', which takes "
+                "dense gradients only; with 'rows' gradients are row-sparse either way"
             )
         if self.trainer.strategy.root_device.type == "mps":
             raise ValueError("trainer.accelerator: mps has neither float8 nor float64; use cpu")
@@ -186,7 +200,10 @@ class DeepseekV41Task(L.LightningModule):
         self._start_from_pretrained()
 
     def on_train_start(self) -> None:
-        """Log every step of a run that is shorter than the logging interval; let the command line's schedule rule."""
+        """Check what has to be fp32, log every step of a run shorter than the logging interval, and let the command
+        line's schedule rule.
+        """
+        require_wide_parameters(self.built)
         self._step = None  # a run that failed inside an accumulation may have left one
         checkpoint_rule.apply_schedules([config.scheduler for config in self.trainer.lr_scheduler_configs])  # type: ignore[misc]
         trainer: Any = self.trainer  # the attribute is real, but Trainer's annotations do not show it
@@ -194,18 +211,36 @@ class DeepseekV41Task(L.LightningModule):
             trainer.log_every_n_steps = 1
 
     def configure_optimizers(self) -> Any:
-        """AdamW and the schedule, stepped once per optimizer step."""
+        """The optimizer and its schedule, stepped once per optimizer step."""
         optimizer = build_optimizer(self, self.optimizer_config)
         schedule = build_schedule(optimizer, self.schedule_config, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # ------------------------------------------------------------------ training
 
-    def _summed_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Summed cross-entropy in nats and the number of predicted tokens, both scalars."""
+    @property
+    def warming_up(self) -> bool:
+        """Whether the step under way trains the indexers alone."""
+        return self.trainer.global_step < self.indexer_config.warmup_steps
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Tell learned indexers whether they are warming up."""
+        self._warm_up(self.warming_up)
+
+    def on_train_end(self) -> None:
+        """Leave the model as others expect it."""
+        self._warm_up(False)
+
+    def _warm_up(self, on: bool) -> None:
+        for module in self.built.modules():
+            if isinstance(module, LearnedIndexer):
+                module.warming_up = on
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, TrainingReport]:
+        """Summed cross-entropy in nats and the number of predicted tokens, both scalars; and the model's report."""
         out = self.built(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"])
         tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-        return out.loss * tokens, tokens
+        return out.loss * tokens, tokens, out.report
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss whose gradients, added up over the micro-batches of a step, `configure_gradient_clipping` can turn into
@@ -215,16 +250,42 @@ class DeepseekV41Task(L.LightningModule):
         first one; and multiplied by the number of micro-batches, because Lightning divides by it. Gradients are
         averaged over ranks, so it is divided by the tokens per rank.
         """
-        nats, tokens = self._summed_loss(batch)
-        require_finite_loss(nats, self.built, self.trainer.global_step + 1)
+        nats, tokens, report = self._forward(batch)
+        loss = self._trained_loss(nats, report)
+        require_finite_loss(loss, self.built, self.trainer.global_step + 1)
         step = self._step
         if step is None:
             reference = self._over_ranks(tokens.to(nats.dtype)) / self.trainer.world_size
-            step = StepTotals(nats.detach(), tokens, torch.where(reference > 0, reference, 1.0))
+            reference = torch.where(reference > 0, reference, 1.0)
         else:
-            step = StepTotals(step.nats + nats.detach(), step.tokens + tokens, step.reference)
-        self._step = step
-        return nats / step.reference * self.trainer.accumulate_grad_batches
+            reference = step.reference
+        totals = StepTotals.of(nats, tokens, batch["attention_mask"].sum(), report, reference)
+        self._step = totals if step is None else step + totals
+        return loss / reference * self.trainer.accumulate_grad_batches
+
+    def _trained_loss(self, nats: Tensor, report: TrainingReport) -> Tensor:
+        """Everything that has a gradient, summed over tokens: the language model's loss and those of the report."""
+        if self.warming_up:
+            assert report.indexer_loss is not None  # checked when the task was made
+            return report.indexer_loss
+        loss = nats
+        if report.indexer_loss is not None:
+            loss = loss + report.indexer_loss
+        if report.balance_loss is not None:
+            loss = loss + self.text_config.router_balance_loss_weight * report.balance_loss
+        return loss
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Step, then move the routers' selection biases against the load of the step."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        load, self._load = self._load, None
+        rate = self.text_config.router_bias_update_rate
+        if load is not None and rate > 0:
+            for block, (text, image) in zip(self.built.model.layers, load, strict=True):
+                move_biases_(block.ffn.gate.bias, text, rate)
+                move_biases_(block.ffn.gate.bias_vl, image, rate)
 
     def _over_ranks(self, values: Tensor) -> Tensor:
         """Sum over ranks; `values` may be overwritten."""
@@ -241,30 +302,47 @@ class DeepseekV41Task(L.LightningModule):
         """Finish the gradient of the step, check it, log it, clip it."""
         step, self._step = self._step, None
         assert step is not None  # training_step has run
-        nats, tokens = self._over_ranks(torch.stack((step.nats.double(), step.tokens.double()))).unbind()
-        live = tokens.clamp_min(1)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        step = step.over_ranks(self._over_ranks)
+        live = step.tokens.clamp_min(1)
+        parameters = parameters_by_name(self, optimizer)
+        gradients = local_gradients({name.removeprefix("model."): p for name, p in parameters.items()})
         if self.trainer.accumulate_grad_batches > 1:
-            factor = step.reference * self.trainer.world_size / live
-            scale_gradients_(gradients, factor.to(step.reference.dtype))
-        norm = gradient_norm(gradients)
-        require_finite_gradients(norm, self.built, self.trainer.global_step + 1)
-        self.tokens_seen += int(tokens)
-        self.log("train/loss", (nats / live).float(), prog_bar=True)
-        self.log("train/grad_norm", norm)
-        self.log("train/tokens", float(self.tokens_seen))
+            scale_(gradients, step.reference * self.trainer.world_size / live)
+        norms = gradient_norms(gradients, step.nats.device, self._over_ranks)
+        norm = norms.norm()
+        require_finite_gradients(norm, gradients, self.trainer.global_step + 1)
+        self._log_step(step)
+        self.log("train/grad_norm", norm.float())
+        for part in norms.squares:
+            self.log(f"grad_norm/{part}", norms.norm((part,)).float())
         # Not `self.clip_gradients`: with bf16-mixed, Lightning refuses any fused optimizer, though it unscales nothing.
         if gradient_clip_val:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             if gradient_clip_algorithm == "value":
-                torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+                clip_values_(gradients, gradient_clip_val)
             else:
-                torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+                clip_by_norm_(gradients, norms, gradient_clip_val)
+
+    def _log_step(self, step: StepTotals) -> None:
+        """Count the tokens of a step of all ranks, keep its load for the biases, and log the parts of its loss."""
+        self.tokens_seen += int(step.tokens)
+        self._load = None if self.warming_up else step.load
+        self.log("train/loss", (step.nats / step.tokens.clamp_min(1)).float(), prog_bar=True)
+        self.log("train/tokens", float(self.tokens_seen))
+        config = self.built.config.text_config
+        live = step.live.clamp_min(1)
+        if learns_selection(config):
+            sources = [layer for layer in config.index_source_layer_ids if layer < config.num_hidden_layers]
+            self.log("train/indexer_loss", (step.indexer / live / len(sources)).float())
+        if config.router_balance_loss_weight > 0:
+            self.log("train/balance_loss", (step.balance / live / config.num_hidden_layers).float())
+        busiest = imbalance(step.load.sum(1))
+        self.log("experts/imbalance", busiest.mean().float())
+        self.log("experts/imbalance_worst", busiest.max().float())
 
     # ------------------------------------------------------------------ evaluation
 
     def _evaluate(self, batch: Batch) -> None:
-        nats, tokens = self._summed_loss(batch)
+        nats, tokens, _ = self._forward(batch)
         targets = batch["labels"][:, 1:]
         byte_count = self.token_bytes[targets.clamp_min(0)].masked_fill(targets == IGNORE_INDEX, 0).sum()
         self.metrics.update(nats, tokens, byte_count)

@@ -8,6 +8,7 @@ and in float64. A check that raises ends the run.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,17 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dsv41.config import IGNORE_INDEX
+from dsv41.engram_table import EngramTable
+from dsv41.sharding import owned_rows
 from lightning_modules.callbacks import PredictionFile
 from lightning_modules.cli import get_cli
+from lightning_modules.muon import ShardedMuon
+from lightning_modules.optimizer_state import sharded_like, sharded_rows, sharded_state
+from lightning_modules.row_adam import RowAdam
 from lightning_modules.task import Batch, DeepseekV41Task
 
 Values = dict[str, Tensor]
@@ -65,12 +72,20 @@ class AdamTask(UnevenTask):
     sgd = False
 
 
+def collected(value: Tensor) -> Tensor:
+    """The whole of a tensor, dense; of a row-sparse one each rank has its rows."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if value.is_sparse:
+        value = value.to_dense()
+        if dist.is_initialized():
+            dist.all_reduce(value)
+    return value
+
+
 def whole(values: dict[str, Tensor]) -> Values:
     """Every rank collects; plain tensors, copied."""
-    return {
-        name: (value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()).double().clone()
-        for name, value in values.items()
-    }
+    return {name: collected(value.detach()).double().clone() for name, value in values.items()}
 
 
 class Recorder(L.Callback):
@@ -166,7 +181,7 @@ def sgd(launch: Launch) -> None:
 
 
 def accumulated(launch: Launch) -> None:
-    """AdamW, four micro-batches, a norm that is always clipped."""
+    """The default optimizer, four micro-batches, a norm that is always clipped."""
     extra = ("--trainer.max_steps", "5", "--trainer.accumulate_grad_batches", "4", "--data.batch_size", "3")
     clip = ("--trainer.val_check_interval", "20", "--trainer.gradient_clip_val", "0.01")
     launch.train("accumulated", *extra, *FEW_SAVES, *clip, task=AdamTask)
@@ -214,11 +229,82 @@ def stateless(launch: Launch) -> None:
 
 
 def pretrained(launch: Launch) -> None:
-    """Start from weights in FP8 and FP4 that the test has written beside the launches, then go on from the middle."""
+    """Start from weights in FP8 and FP4 that the test has written beside the launches, then go on from the middle.
+
+    With AdamW over the whole tables.
+    """
     folder = str(launch.out.parent / "released")
-    end = launch.train("pretrained", *STEPS, task=AdamTask, pretrained=folder)
+    options = (*STEPS, "--model.optimizer.tables", "dense")
+    end = launch.train("pretrained", *options, task=AdamTask, pretrained=folder)
     middle = middle_of(launch.out, "pretrained")
-    same(launch.train("pretrained_resumed", *STEPS, task=AdamTask, resume=middle, pretrained=folder), end)
+    same(launch.train("pretrained_resumed", *options, task=AdamTask, resume=middle, pretrained=folder), end)
+
+
+def muon(launch: Launch) -> None:
+    """Matrices by Muon; on two ranks also resumed in the middle."""
+    options = (*STEPS, "--model.optimizer.matrices", "muon")
+    end = launch.train("muon", *options, task=AdamTask)
+    if dist.is_initialized() and dist.get_world_size() == 2:
+        middle = middle_of(launch.out, "muon")
+        same(launch.train("muon_resumed", *options, task=AdamTask, resume=middle), end)
+
+
+def rules(launch: Launch) -> None:
+    """The rules by themselves, on shapes that leave ranks fewer rows or none, against one process with the whole."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for rows in (4, 7):
+        check_rows(mesh, rows)
+    for shape in ((1, 4), (2, 9), (9, 2), (7, 5), (5, 7), (16, 16)):
+        check_muon(mesh, shape)
+
+
+def check_rows(mesh: DeviceMesh, rows: int) -> None:
+    """`RowAdam` over a sharded table: two lookups a step, other ids on each rank, and a state that is cut and put
+    together again halfway."""
+    torch.manual_seed(0)
+    whole_table = EngramTable(rows, 3, 1.0, sparse_gradient=True).double()
+    table = copy.deepcopy(whole_table)
+    table.shard(mesh)
+    ours, theirs = (RowAdam(each.parameters(), 0.1, (0.9, 0.95)) for each in (table, whole_table))
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        for _ in range(2):
+            # Of rank r, the r-th row; the last row of the table is read in one step only.
+            ids = torch.randint(rows if step == 2 else rows - 1, (mesh.size(), 4), generator=generator)
+            scale = torch.randn(mesh.size(), 4, 3, generator=generator, dtype=torch.float64)
+            mine = mesh.get_local_rank()
+            (table(ids[mine]) * scale[mine]).sum().backward()
+            (whole_table(ids) * scale / mesh.size()).sum().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [whole(optimizer.state[p]) for optimizer, p in ((ours, table.weight), (theirs, whole_table.weight))]
+        states[0]["table"], states[1]["table"] = collected(table.weight.detach()), whole_table.weight.detach()
+        for key, value in states[1].items():
+            torch.testing.assert_close(states[0][key], value, rtol=1e-13, atol=1e-14)
+        assert ours.state[table.weight]["hits"].placements == table.weight.placements
+        if step == 2:
+            stored = {key: collected(value) for key, value in ours.state[table.weight].items()}
+            ours = RowAdam(table.parameters())
+            ours.load_state_dict(sharded_state(ours, theirs.state_dict() | {"state": {0: stored}}))
+
+
+def check_muon(mesh: DeviceMesh, shape: tuple[int, int]) -> None:
+    """`ShardedMuon` has the bits of one process, whatever the rows of a rank."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    own = owned_rows(shape[0], mesh.size(), mesh.get_local_rank())
+    alone = torch.nn.Parameter(start.clone())
+    shared = torch.nn.Parameter(sharded_like(distribute_tensor(start, mesh, [Shard(0)]), start))
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
+    ours, theirs = ShardedMuon([shared], **options), ShardedMuon([alone], **options)
+    for _ in range(3):
+        alone.grad = torch.randn(shape, generator=generator)
+        shared.grad = sharded_rows(alone.grad[own.start : own.stop].clone(), shared)
+        ours.step()
+        theirs.step()
+    assert torch.equal(collected(shared.detach()), alone.detach()), shape
+    assert torch.equal(collected(ours.state[shared]["momentum_buffer"]), theirs.state[alone]["momentum_buffer"]), shape
 
 
 def from_other(launch: Launch, folder: str, check: str) -> None:
@@ -271,7 +357,10 @@ def evaluated(launch: Launch) -> None:
 
 CHECKS: dict[str, Callable[[Launch], Any]] = {
     check.__name__: check
-    for check in (sgd, accumulated, clipped, saved, resumed, one_file, stateless, precisions, evaluated, pretrained)
+    for check in (
+        *(sgd, accumulated, clipped, saved, resumed, one_file, stateless, precisions, evaluated, pretrained),
+        *(muon, rules),
+    )
 }
 
 

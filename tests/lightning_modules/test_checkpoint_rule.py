@@ -77,16 +77,25 @@ def test_the_rate_after_a_resume_is_the_new_schedules() -> None:
 
 
 def test_optimizer_settings_follow_the_command_line_and_state_stays() -> None:
-    old, new = group_settings(OptimizerConfig(lr=0.4, weight_decay=0.1)), OptimizerConfig(lr=0.1, weight_decay=0.7)
-    groups = [{"name": name, "lr": 0.2, "params": [index], **old[name]} for index, name in enumerate(old)]
+    old = group_settings(OptimizerConfig(lr=0.4, weight_decay=0.1))
+    new = OptimizerConfig(0.1, 0.7, 0.8, 0.99, 1e-6, table_lr_multiplier=3.0, muon_momentum=0.5)
+    groups = [{"name": name, "rule": "kept", "lr": 0.2, "params": [], **old[name]} for name in old]
+    rates = [settings["initial_lr"] for settings in old.values()]
     checkpoint = {
         "optimizer_states": [{"param_groups": groups, "state": {0: "kept"}}],
-        "lr_schedulers": [{"base_lrs": [0.4, 0.4], "_last_lr": [0.2, 0.2], "last_epoch": 9}],
+        "lr_schedulers": [{"base_lrs": rates, "_last_lr": [0.2], "last_epoch": 9}],
     }
     follow_command_line(checkpoint, group_settings(new))
-    decay, no_decay = checkpoint["optimizer_states"][0]["param_groups"]
-    assert decay["weight_decay"] == 0.7
-    assert no_decay["weight_decay"] == 0.0
-    assert decay["initial_lr"] == no_decay["initial_lr"] == 0.1
-    assert checkpoint["lr_schedulers"][0] == {"base_lrs": [0.1, 0.1], "_last_lr": [0.2, 0.2], "last_epoch": 9}
+    adam = {"betas": (0.8, 0.99), "eps": 1e-6}
+    expected = {
+        "decay": adam | {"initial_lr": 0.1, "weight_decay": 0.7},
+        "muon": {"initial_lr": 0.1, "momentum": 0.5, "weight_decay": 0.7},
+        "no_decay": adam | {"initial_lr": 0.1, "weight_decay": 0.0},
+        "tables": adam | {"initial_lr": pytest.approx(0.3), "weight_decay": 0.0},
+    }
+    for group in checkpoint["optimizer_states"][0]["param_groups"]:
+        assert group == expected[group["name"]] | {"name": group["name"], "rule": "kept", "lr": 0.2, "params": []}
+    assert checkpoint["lr_schedulers"] == [
+        {"base_lrs": pytest.approx([0.1, 0.1, 0.1, 0.3]), "_last_lr": [0.2], "last_epoch": 9}
+    ]
     assert checkpoint["optimizer_states"][0]["state"] == {0: "kept"}

@@ -27,7 +27,7 @@ from lightning_modules import commands, entry
 from lightning_modules.callbacks.checkpoint import find_checkpoint
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
 from lightning_modules.cli import DeepseekV41CLI, main
-from lightning_modules.optim import ScheduleConfig, learning_rate_factor
+from lightning_modules.schedule import ScheduleConfig, learning_rate_factor
 from lightning_modules.task import DeepseekV41Task
 
 FOLDER = "version_0"
@@ -70,11 +70,22 @@ def test_a_run_leaves_curves_checkpoints_and_its_configuration(
     values = scalars(trained)
     assert [step for step, _ in values["train/loss"]] == [0, 1, 2, 3]
     expected = {"train/grad_norm", "train/tokens", "val/loss", "val/perplexity", "val/bits_per_byte"}
-    expected |= {"val/unigram_entropy", "lr-AdamW/decay", "lr-AdamW/no_decay"}
+    expected |= {f"lr-GroupedOptimizer/{group}" for group in ("decay", "no_decay", "tables")}
+    expected |= {
+        "val/unigram_entropy",
+        "grad_norm/engram_tables",
+        "grad_norm/mhc",
+        "grad_norm/router",
+        "grad_norm/rest",
+    }
     assert expected <= set(values)
     assert values["train/tokens"][-1][1] > values["train/tokens"][0][1] > 0
     # warm-up of two steps, then cosine over the two that remain
-    assert [value for _, value in values["lr-AdamW/decay"]] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.001])
+    assert [value for _, value in values["lr-GroupedOptimizer/decay"]] == pytest.approx(
+        [0.01 / 3, 0.02 / 3, 0.01, 0.001]
+    )
+    for decay, tables in zip(values["lr-GroupedOptimizer/decay"], values["lr-GroupedOptimizer/tables"], strict=True):
+        assert tables == (decay[0], pytest.approx(5 * decay[1]))
     assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == ["best.ckpt", "step-00000004.ckpt"]
     saved = yaml.safe_load((trained / "config.yaml").read_text())
     assert saved["model"]["config"]["hidden_size"] == 16
@@ -292,7 +303,7 @@ class AfterClipping(L.Callback):
         self.seen = seen
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        gradients = torch.cat([p.grad.flatten() for p in pl_module.parameters() if p.grad is not None])
+        gradients = torch.cat([p.grad.to_dense().flatten() for p in pl_module.parameters() if p.grad is not None])
         self.seen.append((float(gradients.norm()), float(gradients.abs().max())))
 
 
@@ -304,7 +315,10 @@ class AfterClipping(L.Callback):
             "trainer.precision: must be one of ('32-true', '64-true', 'bf16-mixed')",
         ),
         (["--trainer.devices", "2", "--trainer.strategy", "ddp"], "trainer.strategy: 2 devices need engram_fsdp"),
-        (["--model.backend.sparse_table_gradient", "true"], "model.backend.sparse_table_gradient: must be false"),
+        (
+            ["--model.backend.sparse_table_gradient", "true", "--model.optimizer.tables", "dense"],
+            "model.backend.sparse_table_gradient: must be false with model.optimizer.tables 'dense'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(options: list[str], message: str, nano_cli: Callable[..., DeepseekV41CLI]) -> None:
@@ -345,7 +359,7 @@ def test_going_on_from_the_best_starts_a_new_run(trained: Path, nano_args: list[
 
 def test_a_longer_schedule_rules_from_the_first_step_after_a_resume(trained: Path, nano_args: list[str]) -> None:
     main(["fit", *nano_args, "--trainer.max_steps", "9", "--ckpt_path", "last"])
-    rates = dict(scalars(trained)["lr-AdamW/decay"])
+    rates = dict(scalars(trained)["lr-GroupedOptimizer/decay"])
     expected = ScheduleConfig(warmup_steps=2)
     assert [rates[step] for step in range(4, 9)] == pytest.approx(
         [0.01 * learning_rate_factor(step, 9, expected) for step in range(4, 9)]
@@ -499,7 +513,7 @@ def test_ctrl_c_ends_with_a_checkpoint_to_go_on_from(
     assert progress["current"]["completed"] == 6
     main(["fit", *nano_args, *options, "--ckpt_path", "last"])
     main(["fit", *nano_args, *options])
-    for tag in ("train/loss", "train/tokens", "lr-AdamW/decay"):
+    for tag in ("train/loss", "train/tokens", "lr-GroupedOptimizer/decay"):
         # By step: the learning rate is logged for every micro-batch.
         resumed, unbroken = (dict(scalars(runs / version)[tag]) for version in (FOLDER, "version_1"))
         assert list(unbroken) == list(range(7))

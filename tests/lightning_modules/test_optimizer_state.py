@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_modules.optimizer_state import (
+    has_rows_of,
     named_state,
     numbered_state,
     parameters_by_name,
@@ -162,3 +163,58 @@ def test_a_state_for_another_number_of_parameters_is_refused(net: Net, optimizer
         sharded_state(fewer, optimizer.state_dict())
     with pytest.raises(ValueError, match=r"^ckpt_path: 2 parameters in the checkpoint's optimizer, 4 here"):
         sharded_state(optimizer, fewer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameter", "expected"),
+    [
+        ((5, 3), (5, 3), True),
+        ((5, 1), (5, 3), True),
+        ((5, 1, 1), (5, 3, 2), True),
+        ((5,), (5,), True),
+        ((), (5, 3), False),
+        ((), (), False),
+        ((5,), (5, 3), False),
+        ((5, 2), (5, 3), False),
+        ((4, 3), (5, 3), False),
+        ((5, 3, 1), (5, 3, 2), False),
+    ],
+)
+def test_state_goes_with_rows_if_it_is_as_large_or_has_one_number_per_row(
+    shape: tuple[int, ...], parameter: tuple[int, ...], expected: bool
+) -> None:
+    assert has_rows_of(torch.Size(shape), torch.empty(parameter)) is expected
+
+
+def test_a_state_of_other_columns_is_refused_and_one_number_per_row_is_not(net: Net, optimizer: AdamW) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["hits"] = torch.ones(2, 1)
+    assert torch.equal(sharded_state(two_groups(Net()), state)["state"][0]["hits"], torch.ones(2, 1))
+    state["state"][0]["exp_avg"] = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=r"exp_avg of the optimizer's parameter 0 is \[2, 4\] .* parameter \[2, 3\]"):
+        sharded_state(two_groups(Net()), state)
+
+
+def test_another_rule_is_refused_by_name_and_by_number(net: Net, optimizer: AdamW) -> None:
+    for group in optimizer.param_groups:
+        group["rule"] = "adamw"
+    other = two_groups(net)
+    for group, rule in zip(other.param_groups, ("adamw", "rows"), strict=True):
+        group["rule"] = rule
+    message = r"^ckpt_path: group 'no_decay' .* learns by 'adamw' in the checkpoint, by 'rows' here.*optimizer\.tables"
+    with pytest.raises(ValueError, match=message):
+        require_same_groups(net, other, named_state(net, optimizer))
+    with pytest.raises(ValueError, match=message):
+        sharded_state(other, optimizer.state_dict())
+
+
+def test_groups_of_other_sizes_are_refused_by_number(net: Net, optimizer: AdamW) -> None:
+    """As many parameters in all, so that numbers would go to others."""
+    groups = [
+        {"name": "decay", "params": [net.first.weight, net.idle.weight, net.idle.bias]},
+        {"name": "no_decay", "params": [net.first.bias]},
+    ]
+    with pytest.raises(
+        ValueError, match=r"group 'decay' .* 2 parameters in the checkpoint, 3 here; .*matrices changed"
+    ):
+        sharded_state(AdamW(groups), optimizer.state_dict())

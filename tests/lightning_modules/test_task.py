@@ -17,7 +17,8 @@ from dsv41 import DeepseekV41Config
 from dsv41.config import IGNORE_INDEX
 from dsv41.loss import causal_lm_loss
 from lightning_modules.finite import NonFiniteError
-from lightning_modules.optim import OptimizerConfig, ScheduleConfig
+from lightning_modules.optim import OptimizerConfig
+from lightning_modules.schedule import ScheduleConfig
 from lightning_modules.task import DeepseekV41Task
 
 
