@@ -9,8 +9,8 @@
 
 Cases run in turn, several rounds, one thread; shown are medians of the process's CPU time, the largest amount of memory
 that a step holds beyond parameters and state, and the state (see `measure.py`). As in `engram.py`, large gradients are
-mapped anew in every step unless the allocator is told otherwise. Muon computes in fp32 on a CPU, in bf16 on a GPU;
-`--torch` adds ``torch.optim.Muon``, which computes in bf16 everywhere: that may take seconds a step on a CPU.
+mapped anew in every step unless the allocator is told otherwise. torch's Muon iterates in bf16: on a CPU without bf16
+instructions a step may take seconds.
 """
 
 from __future__ import annotations
@@ -73,14 +73,12 @@ def matrices_part(options: argparse.Namespace) -> Iterator[Setting]:
     for hidden in options.hidden:
         shapes = [(hidden, hidden), (4 * hidden, hidden)] * options.layers
         cases = {}
-        for rule in ("adamw", "muon", "torch") if options.torch else ("adamw", "muon"):
+        for rule in ("adamw", "muon"):
             linears = [nn.Linear(columns, rows, bias=False) for rows, columns in shapes]
             for linear in linears:
                 linear.weight.grad = torch.randn_like(linear.weight)
             module = Part("layer.attn.all", nn.ModuleList(linears))
-            optimizer: Optimizer = torch.optim.Muon(module.parameters())
-            if rule != "torch":
-                optimizer = build_optimizer(module, OptimizerConfig(matrices=rule))
+            optimizer = build_optimizer(module, OptimizerConfig(matrices=rule))
             cases[rule] = optimizer.step, optimizer
         yield f"{len(shapes)} matrices, hidden size {hidden}", cases
 
@@ -96,7 +94,6 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 512])
     for name, default in (("width", 32), ("ids", 8192), ("layers", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--torch", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -28,7 +28,8 @@ class BackendConfig:
         compile_hc: Run the mixing of the residual streams through `dsv41.hyper_connections.compile_expand` (whole
             process).
         sparse_table_gradient: Give Engram tables row-sparse gradients, so that a step makes nothing of a table's size.
-            For an optimizer that takes them, such as torch's SGD or SparseAdam (AdamW does not).
+            For an optimizer that takes them, such as torch's SGD or SparseAdam (AdamW does not). `dsv41 fit` sets it
+            by the optimizer's rule for tables.
         gradient_checkpointing: Recompute each block in the backward pass instead of storing its activations.
         strict_validation: Check token and table ids on the host, with readable errors. Off, CUDA inputs are checked
             by device-side asserts instead, which costs no synchronisation. CPU inputs are always checked.

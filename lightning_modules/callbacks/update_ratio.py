@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dsv41.inspect import watched_part
 from dsv41.sharding import local_rows
 from lightning_modules.gradients import PARTS
+from lightning_modules.row_adam import rows_hit
 
 
 class _Before(NamedTuple):
@@ -47,7 +48,7 @@ def _copy(name: str, parameter: nn.Parameter) -> _Before:
     gradient = parameter.grad
     if gradient is None or not gradient.is_sparse:
         return _Before(watched_part(name), parameter, None, local.clone())
-    rows = gradient._indices()[0].unique() - first  # `indices` refuses a gradient that is not coalesced
+    rows = rows_hit(gradient)[0] - first
     return _Before(watched_part(name), parameter, rows, local.index_select(0, rows))
 
 
@@ -57,8 +58,8 @@ class UpdateRatio(Callback):
 
     Norms are over all ranks, in float64, so the numbers do not depend on how many there are. Parameters that have no
     gradient take no part (frozen ones, and a frozen indexer's). Of an Engram table with a row-sparse gradient, only the
-    rows that the step has hit count, above and below the bar, since the others stay where they are; of one with a dense
-    gradient, all rows. A part whose weights are all zero is left out.
+    rows with a gradient that is not zero count, above and below the bar, since the others stay where they are; of one
+    with a dense gradient, all rows. A part whose weights are all zero is left out.
 
     On a logged step this costs a copy of what this rank holds of the weights (of tables, of the rows hit), from before
     the update until just after it; two passes over them; and one sum of a dozen numbers over ranks. On other steps

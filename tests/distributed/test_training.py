@@ -38,12 +38,13 @@ pytestmark = pytest.mark.timeout(1800)
 SCRIPT = Path(__file__).with_name("training_checks.py")
 # What each launch runs, in this order: ranks (None is without the strategy) and checks.
 PLAN: dict[str, tuple[int | None, str]] = {
-    "plain": (None, "sgd,accumulated,clipped,evaluated,saved,pretrained,muon"),
+    "plain": (None, "sgd,accumulated,clipped,evaluated,saved,pretrained,muon,learning"),
     "two": (
         2,
-        "sgd,accumulated,clipped,evaluated,resumed,one_file,stateless,precisions,pretrained,muon,rules,from:plain/saved",
+        "sgd,accumulated,clipped,evaluated,resumed,one_file,stateless,precisions,pretrained,muon,rules,learning,"
+        "from:plain/saved",
     ),
-    "three": (3, "sgd,accumulated,evaluated,resumed,muon,rules,from:two/saved"),
+    "three": (3, "sgd,accumulated,evaluated,resumed,muon,rules,learning,from:two/saved"),
     "back": (2, "from:three/saved,from:two/one_file"),
     "one": (1, "sgd,accumulated,evaluated,from:three/saved"),
     "alone": (None, "from:two/saved,from:three/saved,from:two/one_file"),
@@ -151,8 +152,8 @@ def test_the_first_gradient_is_that_of_a_plain_loop(
 
 
 TRAINED = [
-    *(("two", check) for check in ("sgd", "accumulated", "clipped", "muon")),
-    *(("three", check) for check in ("sgd", "accumulated", "muon")),
+    *(("two", check) for check in ("sgd", "accumulated", "clipped", "muon", "learning")),
+    *(("three", check) for check in ("sgd", "accumulated", "muon", "learning")),
 ]
 
 

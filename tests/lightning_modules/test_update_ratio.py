@@ -28,28 +28,27 @@ def part_by_hand(name: str) -> str:
 
 
 class ByHand(L.Callback):
-    """Copies every parameter around every step, in float64, and notes which rows of tables the step has read."""
+    """Copies every parameter around every step, in float64, and notes which rows of tables have a gradient in it."""
 
     def __init__(self, rows_alone: bool) -> None:
         super().__init__()
         self.rows_alone = rows_alone
         self.before: dict[str, Tensor] = {}
-        self.read: dict[str, list[Tensor]] = {}
+        self.hit: dict[str, Tensor] = {}
         self.hit_shares: list[float] = []
         self.found: Curves = {}
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        def watch(name: str) -> Callable[..., None]:
-            return lambda module, args: self.read.setdefault(name, []).append(args[0].flatten())
-
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         for name, module in pl_module.named_modules():
             if isinstance(module, EngramTable):
-                module.register_forward_pre_hook(watch(f"{name}.weight"))
+                assert module.weight.grad is not None
+                self.hit[f"{name}.weight"] = module.weight.grad.to_dense().any(1).nonzero().squeeze(1)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if not self.before:
             self.before = {name: p.detach().double().clone() for name, p in pl_module.named_parameters()}
-            self.read = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if trainer.fit_loop._should_accumulate():
@@ -59,8 +58,8 @@ class ByHand(L.Callback):
             if ".indexer." in name or not parameter.requires_grad:
                 continue
             old, new = self.before[name], parameter.detach().double()
-            if self.rows_alone and name in self.read:
-                rows = torch.cat(self.read[name]).unique()
+            if self.rows_alone and name in self.hit:
+                rows = self.hit[name]
                 self.hit_shares.append(len(rows) / len(new))
                 old, new = old[rows], new[rows]
             for part in (part_by_hand(name), "total"):
