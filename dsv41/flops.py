@@ -115,7 +115,7 @@ def flops_per_sequence(config: DeepseekV41TextConfig, length: int) -> dict[str, 
         "router": blocks * hidden * config.n_routed_experts,
         "routed experts": blocks * expert * config.num_experts_per_tok,
         "shared experts": blocks * expert * config.n_shared_experts,
-        "Engram gates": length * engrams * hidden * (columns * config.engram_head_dim * (keys + 1) + keys + streams),
+        "Engram gates": length * engrams * hidden * (columns * config.engram_head_dim * (keys + 1) + 2 * keys),
         "head": length * hidden * config.vocab_size,
     }
     longest = length if config.attention == "full" else config.sliding_window

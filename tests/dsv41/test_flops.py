@@ -28,6 +28,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "candidate_source_layer_id": -1,
     },
     "no Engram": {"engram_layer_ids": [], "engram_num_embeddings": []},
+    "window by switch": {"attention": "window"},
+    "full attention": {"attention": "full"},
+    "plain residual": {"residual": "plain", "hc_mult": 1},
+    "hyper-connections": {"residual": "hyper_connections"},
+    "open gate": {"engram_gate": "open"},
 }
 ROOT = "DeepseekV41ForCausalLM"
 
@@ -61,16 +66,18 @@ def watch_states(model: DeepseekV41ForCausalLM) -> list[AttentionState]:
 
 def executed_keys(config: DeepseekV41TextConfig, length: int) -> int:
     """Multiply-adds of logits and weighted sums where every query is multiplied with every key."""
-    lengths = [length + (length // ratio if ratio else 0) for ratio in config.compress_ratios[: len(config.layers)]]
+    ratios = config.compress_ratios[: len(config.layers)] if config.attention == "csa2" else [0] * len(config.layers)
+    lengths = [length + (length // ratio if ratio else 0) for ratio in ratios]
     return 2 * config.num_attention_heads * config.head_dim * length * sum(lengths)
 
 
 def unseen(config: DeepseekV41TextConfig, length: int) -> tuple[int, int]:
     """Operations that the model does element by element, where torch counts none: in forward, in backward."""
     streams = 2 * length * config.hc_mult * config.hidden_size
-    sites = 2 * config.num_hidden_layers * streams  # post * y in forward, pre * d_x in backward
-    gates = 2 * len(config.active_engram_layer_ids) * streams
-    first = streams  # the first site reads with constants, which have no gradient
+    mixed = config.residual != "plain"
+    sites = 2 * config.num_hidden_layers * streams * mixed  # post * y in forward, pre * d_x in backward
+    gates = 2 * len(config.active_engram_layer_ids) * streams * (config.engram_gate == "learned")
+    first = streams * mixed  # the first site reads with constants, which have no gradient
     return sites + gates, sites + 2 * gates + first
 
 
@@ -110,8 +117,11 @@ def test_parts_and_whole_are_what_torch_counts(
     table, forward, backward = run(model, length)
 
     by_name = {name: flops.forward for name, flops in found.items()}
-    engram = 4 * length * len(config.active_engram_layer_ids) * config.hc_mult * config.hidden_size
-    writes = 4 * length * config.num_hidden_layers * config.hc_mult * config.hidden_size
+    gated, mixed = config.engram_gate == "learned", config.residual != "plain"
+    engram = 4 * length * len(config.active_engram_layer_ids) * config.hc_mult * config.hidden_size * gated
+    writes = 4 * length * config.num_hidden_layers * config.hc_mult * config.hidden_size * mixed
+    # A plain stream is read through the same product as mixed ones at the very end, which it does not need.
+    collapse = 0 if mixed else 2 * length * config.hidden_size
     assert part_sums(model, table) == {
         "projections": by_name["attention projections"],
         "compressors": by_name.get("attention compressors", 0),
@@ -120,7 +130,7 @@ def test_parts_and_whole_are_what_torch_counts(
         "routed": by_name["routed experts"],
         "shared": by_name["shared experts"],
         "Engram": by_name.get("Engram gates", 0) - engram,
-        "mHC": by_name["mHC"] - writes,
+        "mHC": by_name.get("mHC", 0) - writes + collapse,
         "head": by_name["head"],
     }
 
@@ -134,8 +144,8 @@ def test_parts_and_whole_are_what_torch_counts(
     extra = scores - by_name.get("indexer scores", 0)
     total = sum(found.values(), Flops())
     missed, missed_backward = unseen(config, length)
-    assert forward == total.forward + masked + extra - missed
-    assert backward == total.backward + 2 * masked - missed_backward
+    assert forward == total.forward + masked + extra - missed + collapse
+    assert backward == total.backward + 2 * masked - missed_backward + collapse
     assert missed / total.forward < 0.02
     assert missed_backward / total.backward < 0.02
 
