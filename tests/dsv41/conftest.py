@@ -1,16 +1,18 @@
-"""The real tokenizer and what the reference made of it, for the files on token maps and hashes."""
+"""The real tokenizer and what the reference made of it, for token maps and hashes; and what watches tensor sizes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def real_tokenizer_file() -> Path:
@@ -39,3 +41,24 @@ def real_tokenizer(hash_goldens: dict[str, Any]) -> Tokenizer:
     file = real_tokenizer_file()
     assert hashlib.sha256(file.read_bytes()).hexdigest() == hash_goldens["tokenizer"]["tokenizer_json_sha256"]
     return Tokenizer.from_file(str(file))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@pytest.fixture
+def largest_tensor() -> Callable[[], Largest]:
+    """``with largest_tensor() as largest: ...``, then ``largest.elements``."""
+    return Largest

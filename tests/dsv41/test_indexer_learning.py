@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, indexer_learning
 from dsv41.attention import AttentionState, DeepseekV41Attention, attention_weights, window_mask
@@ -145,27 +144,14 @@ def test_half_precision_inputs_get_an_fp32_loss_and_their_own_dtype_back() -> No
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2**-7, atol=1e-4)
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
-
-
 @pytest.mark.parametrize("topk", [8, 512], ids=["selected", "all positions"])
-def test_queries_times_heads_times_positions_never_exist_together(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_times_heads_times_positions_never_exist_together(
+    topk: int, largest_tensor: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(indexer_learning, "CHUNK_BYTES", 1 << 18)
     case = Case(1, 512, 16, topk=topk, ratio=1)
     leaves, selection, mass = case.inputs()
-    with Largest() as largest:
+    with largest_tensor() as largest:
         divergence(*(leaf.float().requires_grad_() for leaf in leaves), selection, mass.float(), 1).backward()
     # Where all positions are selected, the selection itself has queries x positions.
     assert largest.elements <= 512 * 512, largest.elements

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv41 import sparse_attention
 from dsv41.attention import AttentionCore, attention_core
@@ -138,30 +138,17 @@ def test_both_branches_run_where_they_should(monkeypatch: pytest.MonkeyPatch) ->
     assert [chunk.visible for chunk in chunks] == [chunk.stop for chunk in chunks]
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
-
-
 @pytest.mark.parametrize(("implementation", "square"), [("sparse", False), ("eager", True)])
-def test_nothing_grows_with_the_square_of_the_length(implementation: str, square: bool) -> None:
+def test_nothing_grows_with_the_square_of_the_length(
+    implementation: str, square: bool, largest_tensor: Callable[[], Any]
+) -> None:
     sizes = []
     for length in (512, 1024):
         case = Case(1, length, 2, 8, window=8, topk=8, ratio=1)
         tensors, selection, live = case.inputs(torch.float32)
         core = attention_core(case.heads, case.window, case.ratio, implementation)
         q, kv, compressed = (tensor.requires_grad_() for tensor in tensors)
-        with Largest() as largest:
+        with largest_tensor() as largest:
             core(q, kv, compressed, selection, live)[0].sum().backward()
         sizes.append(largest.elements)
     assert (sizes[1] > 3 * sizes[0]) == square, sizes

@@ -1,12 +1,21 @@
-"""The command line of the smallest run."""
+"""The command line of the smallest run, and float64 for comparisons beyond rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from lightning_modules.cli import DeepseekV41CLI, get_cli
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Everything made in the test is float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ Oracles listen to routers and attentions and count, by loops and without the bat
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,6 @@ State = dict[str, Tensor]
 EXPERTS, LAYERS = 8, 6
 # A power of two, so that biases are exact sums.
 RATE = 2.0**-6
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class SGDTask(DeepseekV41Task):

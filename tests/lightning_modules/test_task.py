@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
@@ -20,13 +20,6 @@ from lightning_modules.finite import NonFiniteError
 from lightning_modules.optim import OptimizerConfig
 from lightning_modules.schedule import ScheduleConfig
 from lightning_modules.task import DeepseekV41Task
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class SGDTask(DeepseekV41Task):
