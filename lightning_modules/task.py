@@ -21,6 +21,7 @@ from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, Deep
 from dsv41.balance import imbalance, move_biases_
 from dsv41.config import IGNORE_INDEX
 from dsv41.indexer_learning import LearnedIndexer, learns_selection
+from dsv41.inspect import watched_part
 from dsv41.model import TrainingReport
 from lightning_modules import checkpoint_rule
 from lightning_modules.data.token_bytes import token_byte_lengths
@@ -274,6 +275,14 @@ class DeepseekV41Task(L.LightningModule):
         if report.balance_loss is not None:
             loss = loss + self.text_config.router_balance_loss_weight * report.balance_loss
         return loss
+
+    def on_after_backward(self) -> None:
+        """While indexers warm up, leave no gradient elsewhere."""
+        if self.warming_up:
+            for name, parameter in self.built.named_parameters():
+                if watched_part(name) != "indexer":
+                    # FSDP2 passes on zeros where there is no gradient, and zeros still decay and count as steps.
+                    parameter.grad = None
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
