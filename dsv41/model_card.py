@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from dsv41.config import DeepseekV41TextConfig
+from dsv41.config import SWITCHES, DeepseekV41TextConfig
 from dsv41.inspect import parameters_by_part
 from dsv41.token_map import fast_backend
 
@@ -158,15 +158,20 @@ def _use(config: DeepseekV41TextConfig, has_tokenizer: bool) -> str:
 
 
 def _architecture(config: DeepseekV41TextConfig) -> list[tuple[str, str]]:
-    ratios = config.compress_ratios[: config.num_hidden_layers]
+    ratios = config.compress_ratios[: config.num_hidden_layers] if config.attention == "csa2" else []
+    streams = "one residual stream" if config.hc_mult == 1 else f"{config.hc_mult} residual streams"
     rows = [
         ("layers", f"{config.num_hidden_layers}"),
-        ("hidden size", f"{config.hidden_size:,}, in {config.hc_mult} residual streams"),
+        ("hidden size", f"{config.hidden_size:,}, in {streams}"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("longest sequence", f"{config.max_position_embeddings:,} tokens"),
         ("attention heads", f"{config.num_attention_heads} of width {config.head_dim}, one key-value head"),
-        ("attention window", f"{config.sliding_window:,} tokens"),
+        ("attention window", "all tokens" if config.attention == "full" else f"{config.sliding_window:,} tokens"),
     ]
+    turned = [f"{field} {getattr(config, field)}" for field in SWITCHES if getattr(config, field) != SWITCHES[field][0]]
+    turned += [] if config.quantized_caches else ["caches not rounded"]
+    if turned:
+        rows.append(("other than in the release", ", ".join(turned)))
     for ratio in sorted(set(ratios)):
         layers = _ranges([layer for layer, own in enumerate(ratios) if own == ratio])
         if ratio == 0:

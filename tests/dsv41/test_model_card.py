@@ -234,3 +234,13 @@ def test_another_card_takes_the_place_of_the_models_own(tiny_model: Make, tmp_pa
     assert (tmp_path / "own" / "README.md").read_text(encoding="utf-8") == model_card(model)
     model.save_pretrained(tmp_path / "given", card="---\nlicense: mit\n---\n\n# Ä\n")
     assert ModelCard.load(tmp_path / "given" / "README.md").data.license == "mit"
+
+
+def test_a_variant_says_what_is_other_than_in_the_release(tiny_model: Make) -> None:
+    assert "other than in the release" not in rows_of(model_card(tiny_model(), None), "Architecture")
+    variant = tiny_model(residual="plain", hc_mult=1, attention="full", quantized_caches=False)
+    rows = rows_of(model_card(variant, None), "Architecture")
+    assert rows["other than in the release"] == ["residual plain, attention full, caches not rounded"]
+    assert rows["attention window"] == ["all tokens"]
+    assert rows["hidden size"] == ["64, in one residual stream"]
+    assert not [name for name in rows if name.startswith(("compression", "selections"))]

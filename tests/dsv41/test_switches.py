@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState, DeepseekV41Attention, FullAttention, WindowAttention, build_attention
+from dsv41.checkpoint import save_released
 from dsv41.config import SWITCHES
 from dsv41.engram import OpenEngram
 from dsv41.engram_hash import DeepseekV41NgramHash, hash_multipliers
@@ -318,3 +320,15 @@ def test_every_two_switches_build_train_and_resume_together(tiny_model: MakeMode
     frozen = not learns_selection(model.config.text_config)
     assert all(".indexer." in name for name in idle)
     assert bool(idle) == (frozen and model.config.text_config.attention == "csa2")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_folder_of_any_variant_gives_the_same_model_back(tiny_model: MakeModel, tmp_path: Path, name: str) -> None:
+    model = tiny_model(**together(name))
+    disturb(model)
+    save_released(model, tmp_path / "out")
+    other = DeepseekV41ForCausalLM.from_pretrained(tmp_path / "out")
+    ids, mask = ids_and_mask(14)
+    with torch.no_grad():
+        assert torch.equal(other(ids, mask).logits, model(ids, mask).logits)
+    assert other.config.text_config.fields() == model.config.text_config.fields()
