@@ -17,6 +17,7 @@ COMMANDS = {
     "experts": "--tokens 32 --experts 8 --hidden 16 --width 8 --rounds 1",
     "hyper_connections": "--tokens 16 --hidden 16 --rounds 1",
     "engram": "--parts hash table --tokens 16 --rows 500 --hidden 16 --width 8 --ids 64 --rounds 1",
+    "indexer_learning": "--lengths 40 --hidden 32 --topk 8 --window 8 --rounds 1",
     "optimizer": "--rows 500 --hidden 16 --width 8 --ids 64 --layers 1 --rounds 1",
     "pointwise": "--only norm --dtypes float32 --rounds 1",
     "train_step": "--lengths 24 --vocabulary 400 --layers 0 1 --engram-layers 1 --experts 4 --experts-per-token 2 "
