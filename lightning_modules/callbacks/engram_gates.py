@@ -14,7 +14,16 @@ from dsv41.model import DeepseekV41Block
 from dsv41.precision import full_precision, widen
 from dsv41.token_map import fast_backend
 from lightning_modules.callbacks.observer import ValidationObserver, log, log_details, over_ranks
-from lightning_modules.callbacks.pictures import Array, boards, drawing_boards, heat_map, logged_step, new_figure, show
+from lightning_modules.callbacks.pictures import (
+    Array,
+    boards,
+    colour_bar,
+    drawing_boards,
+    heat_map,
+    logged_step,
+    new_axes,
+    show,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,11 +55,10 @@ def readable(text: str) -> str:
 def gate_picture(gates: Array, texts: list[str], layer: int) -> Figure:
     """Gates [C, T] of a layer over the texts of T tokens."""
     streams, tokens = gates.shape
-    figure = new_figure(3 + 0.2 * tokens, 2 + 0.3 * streams, f"Engram gates of layer {layer}")
-    axes = figure.subplots()
+    figure, axes = new_axes(1.5 + 0.2 * tokens, 0.4 + 0.3 * streams, f"Engram gates of layer {layer}")
     rows = [f"stream {stream}" for stream in range(streams)]
     image = heat_map(axes, gates, rows, [readable(text) for text in texts], 0.0, 1.0)
-    figure.colorbar(image, ax=axes, label="gate")
+    colour_bar(figure, axes, image, "gate")
     return figure
 
 

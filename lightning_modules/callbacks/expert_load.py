@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv41.balance import imbalance
 from dsv41.model import DeepseekV41Block
 from lightning_modules.callbacks.observer import ValidationObserver, log, log_details, over_ranks
-from lightning_modules.callbacks.pictures import drawing_boards, heat_map, new_figure, show
+from lightning_modules.callbacks.pictures import colour_bar, drawing_boards, heat_map, new_axes, show
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,13 +29,13 @@ def load_picture(load: Tensor) -> Figure:
     """Load of the experts [layers, E] as a multiple of its layer's mean; what is above 3 looks like 3."""
     relative = (load.double() / load.double().mean(-1, keepdim=True)).cpu().numpy()
     layers, experts = relative.shape
-    figure = new_figure(min(16.0, 3 + 0.3 * experts), min(16.0, 1.8 + 0.25 * layers), "load of experts in validation")
-    axes = figure.subplots()
+    size = min(15.0, 1.5 + 0.3 * experts), min(15.0, 0.5 + 0.25 * layers)
+    figure, axes = new_axes(*size, "load of experts in validation", bottom=0.6)
     names = [str(expert) for expert in range(experts)] if experts <= 64 else []
     image = heat_map(axes, relative, [str(layer) for layer in range(layers)], names, 0.0, 3.0)
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
-    figure.colorbar(image, ax=axes, label="load / mean of the layer", extend="max")
+    colour_bar(figure, axes, image, "load / mean of the layer", extend="max")
     return figure
 
 

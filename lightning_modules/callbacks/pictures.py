@@ -37,13 +37,26 @@ def drawing_boards(trainer: L.Trainer) -> list[Any]:
     return boards(trainer) if importlib.util.find_spec("matplotlib") is not None else []
 
 
-def new_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure, sizes in inches. It belongs to nobody else: pyplot, which keeps what it makes, has no part."""
+def new_axes(width: float, height: float, title: str, left: float = 0.8, bottom: float = 1.0) -> tuple[Figure, Axes]:
+    """A figure and its axes of a size in inches, with margins for what is written beside them.
+
+    The figure belongs to nobody else: pyplot, which keeps what it makes, has no part. Margins are given, since finding
+    them takes matplotlib as long as drawing.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
-    figure.suptitle(title, fontsize=10, parse_math=False)
-    return figure
+    right, top = 0.3, 0.5
+    whole = (left + width + right, bottom + height + top)
+    figure = Figure(figsize=whole, dpi=100)
+    figure.suptitle(title, fontsize=10)
+    figure.subplots_adjust(left / whole[0], bottom / whole[1], 1 - right / whole[0], 1 - top / whole[1])
+    return figure, figure.subplots()
+
+
+def colour_bar(figure: Figure, axes: Axes, image: AxesImage, label: str, extend: str = "neither") -> None:
+    """Say right of `axes`, in a width that does not depend on theirs, what the colours mean."""
+    inch = 1 / figure.get_figwidth()
+    figure.colorbar(image, ax=axes, label=label, extend=extend, fraction=0.9 * inch, pad=0.15 * inch, aspect=15)
 
 
 def heat_map(

@@ -6,19 +6,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block
 from lightning_modules.callbacks.observer import ValidationObserver, log, log_details, over_ranks
-from lightning_modules.callbacks.pictures import Array, drawing_boards, heat_map, new_figure, show
+from lightning_modules.callbacks.pictures import Array, colour_bar, drawing_boards, heat_map, new_axes, show
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FORWARD, _BACKWARD = range(2)
-_COLUMNS = 8  # sites side by side in a picture
 
 
 def composite_gains(product: Tensor) -> Tensor:
@@ -39,34 +39,32 @@ def sinkhorn_residual(comb: Tensor) -> Tensor:
     return torch.maximum((comb.sum(-1) - 1).abs().amax(), (comb.sum(-2) - 1).abs().amax())
 
 
-def comb_picture(combs: Array, sites: list[str]) -> Figure:
-    """Mean mixing matrices [sites, C_in, C_out]."""
-    count, streams = len(combs), combs.shape[-1]
-    across = min(count, _COLUMNS)
-    down = -(-count // across)
-    figure = new_figure(1.5 * across + 1.5, 1.6 * down + 0.6, "mixing of streams, mean over tokens")
-    grid = figure.subplots(down, across, squeeze=False)
-    names = [str(stream) for stream in range(streams)]
+def comb_picture(combs: Array) -> Figure:
+    """Mean mixing matrices [2 * layers, C_in, C_out]: above those of attention, below those of experts."""
+    layers, streams = len(combs) // 2, combs.shape[-1]
+    # One image: a panel for each would take four times as long to draw.
+    tiled = np.full((2, streams + 1, layers, streams + 1), np.nan)
+    tiled[:, :streams, :, :streams] = combs.reshape(layers, 2, streams, streams).transpose(1, 2, 0, 3)
+    tiled = tiled.reshape(2 * (streams + 1), layers * (streams + 1))[:-1, :-1]
+    width = min(15.0, 1.2 + 0.14 * tiled.shape[1])
+    figure, axes = new_axes(width, 0.14 * tiled.shape[0], "mixing of streams, mean over tokens", left=0.9, bottom=0.6)
     # Doubly stochastic matrices lie in 0 to 1; others show how far they leave that.
-    low, high = min(0.0, float(combs.min())), max(1.0, float(combs.max()))
-    for index, axes in enumerate(grid.flat):
-        if index >= count:
-            axes.set_axis_off()
-            continue
-        image = heat_map(axes, combs[index], names, names, low, high)
-        axes.set_title(sites[index].replace("_", " "), fontsize=8)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("from stream", fontsize=7)
-    for axes in grid[-1]:
-        axes.set_xlabel("to stream", fontsize=7)
-    figure.colorbar(image, ax=grid.ravel().tolist(), label="weight")
+    image = heat_map(axes, tiled, [], [], min(0.0, float(combs.min())), max(1.0, float(combs.max())))
+    middle = (streams - 1) / 2
+    axes.set_yticks([middle, middle + streams + 1], ["attention", "experts"], fontsize=8)
+    names = [str(layer) for layer in range(layers)]
+    axes.set_xticks([middle + layer * (streams + 1) for layer in range(layers)], names, fontsize=8)
+    axes.set_xlabel("layer; inside a block, from stream (down) to stream (across)", fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    colour_bar(figure, axes, image, "weight")
     return figure
 
 
 def gain_picture(means: Array, worst: Array, sites: list[str]) -> Figure:
     """Composite gains over depth, both [sites, 2]: mean and maximum over tokens."""
-    figure = new_figure(3 + 0.3 * len(sites), 4, "composite gain of the mixers up to each site")
-    axes = figure.subplots()
+    size = min(15.0, 2 + 0.3 * len(sites)), 3.0
+    figure, axes = new_axes(*size, "composite gain of the mixers up to each site", bottom=1.3)
     for way, name, colour in ((_FORWARD, "forward", "tab:blue"), (_BACKWARD, "backward", "tab:orange")):
         axes.plot(means[:, way], color=colour, marker="o", markersize=3, label=f"{name}, mean over tokens")
         axes.plot(worst[:, way], color=colour, linestyle="--", label=f"{name}, largest")
@@ -152,5 +150,5 @@ class StreamMixers(ValidationObserver):
             trainer, {f"sinkhorn_residual/{site}": value for site, value in zip(self._sites, residual, strict=True)}
         )
         if self.pictures and drawing_boards(trainer):
-            show(trainer, "mixers/comb", comb_picture(combs.cpu().numpy(), self._sites))
+            show(trainer, "mixers/comb", comb_picture(combs.cpu().numpy()))
             show(trainer, "mixers/gain", gain_picture(means.cpu().numpy(), worst.cpu().numpy(), self._sites))
