@@ -110,10 +110,11 @@ class EngramMemory(ValidationObserver):
         """N-grams [T, N] and rows [T, layers, columns] of the live tokens that were seen."""
         ngrams, rows = [], []
         for input_ids, token_mask in self._given:
-            if trainer.world_size > 1:
-                # Ranks have as many batches, of the same shape; they differ in how much of it is padding.
-                pair = trainer.strategy.all_gather(torch.stack((input_ids, token_mask.to(input_ids.dtype))))
-                input_ids, token_mask = pair[:, 0].flatten(0, 1), pair[:, 1].flatten(0, 1).bool()
+            # Ranks have as many batches, of the same shape; they differ in how much of it is padding.
+            whole = input_ids.new_zeros(trainer.world_size, 2, *input_ids.shape)
+            whole[trainer.global_rank] = torch.stack((input_ids, token_mask.to(input_ids.dtype)))
+            whole = over_ranks(trainer, whole)
+            input_ids, token_mask = whole[:, 0].flatten(0, 1), whole[:, 1].flatten(0, 1).bool()
             ngrams.append(hashing.ngrams(input_ids, token_mask)[token_mask])
             rows.append(hashing(input_ids, token_mask)[token_mask])
         self._given = []
