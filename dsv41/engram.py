@@ -29,7 +29,28 @@ from dsv41.initialization import NamedDraws
 from dsv41.precision import full_precision, widen
 from dsv41.token_map import compressed_token_map
 
-__all__ = ["DeepseekV41Engram", "DeepseekV41NgramHash", "compile_engram_gate", "compressed_token_map"]
+__all__ = ["DeepseekV41Engram", "DeepseekV41NgramHash", "compile_engram_gate", "compressed_token_map", "engram_gates"]
+
+
+def engram_gates(streams: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """How far each stream opens for the memory of its token: the core's own gates, for those who want to look at them.
+
+    Args:
+        streams: [B, S, C, H], at least fp32.
+        key: [B, S, C * H].
+        q_weight: Norm weight of the streams [C, H].
+        k_weight: Norm weight of the keys [C, H].
+        eps: RMS epsilon.
+
+    Returns:
+        [B, S, C] in (0, 1) and in the dtype of `streams`, of every token, also those that the core masks.
+    """
+    keys = widen(key).unflatten(-1, streams.shape[-2:])
+    rstd_h = torch.rsqrt(streams.square().mean(-1) + eps)
+    rstd_k = torch.rsqrt(keys.square().mean(-1) + eps)
+    weight = q_weight.to(streams.dtype) * k_weight.to(streams.dtype)
+    dot = (streams * weight * keys).sum(-1) * rstd_h * rstd_k * streams.shape[-1] ** -0.5
+    return torch.sigmoid(dot.sign() * dot.abs().clamp_min(1e-6).sqrt())
 
 
 def _engram_gate_core(
@@ -56,12 +77,7 @@ def _engram_gate_core(
         [B, S, C, H] in the dtype of `hidden_states`; arithmetic at least fp32.
     """
     streams = widen(hidden_states)
-    keys = widen(key).unflatten(-1, streams.shape[-2:])
-    rstd_h = torch.rsqrt(streams.square().mean(-1) + eps)
-    rstd_k = torch.rsqrt(keys.square().mean(-1) + eps)
-    weight = q_weight.to(streams.dtype) * k_weight.to(streams.dtype)
-    dot = (streams * weight * keys).sum(-1) * rstd_h * rstd_k * streams.shape[-1] ** -0.5
-    gate = torch.sigmoid(dot.sign() * dot.abs().clamp_min(1e-6).sqrt())
+    gate = engram_gates(streams, key, q_weight, k_weight, eps)
     if token_mask is not None:
         gate = gate * token_mask.unsqueeze(-1)
     return (streams + gate.unsqueeze(-1) * widen(value).unsqueeze(-2)).to(hidden_states.dtype)

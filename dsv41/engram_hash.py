@@ -10,6 +10,7 @@ Everything is integer arithmetic on int64 that wraps, so results are equal on ev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -141,21 +142,40 @@ class DeepseekV41NgramHash(nn.Module):
         Raises:
             ValueError: Ids out of range, wrong dtypes or shapes.
         """
+        tokens = self._tokens_back(input_ids, token_mask, sequence_ids)
+        value = next(tokens).unsqueeze(-1) * self.multipliers[:, 0]
+        # Written in place: the rows are as many times larger than everything before them as there are heads.
+        rows = value.new_empty(*value.shape, *self.primes.shape[1:])
+        for back, token in enumerate(tokens, start=1):
+            value = value ^ (token.unsqueeze(-1) * self.multipliers[:, back])
+            torch.remainder(value.unsqueeze(-1), self.primes[:, back - 1], out=rows[..., back - 1, :])
+        return rows.add_(self.offsets).flatten(-2)
+
+    @torch.no_grad()
+    def ngrams(self, input_ids: Tensor, token_mask: Tensor | None = None, sequence_ids: Tensor | None = None) -> Tensor:
+        """What `forward` hashes: the compressed ids of every position and of those behind it.
+
+        Args, errors: As in `forward`.
+
+        Returns:
+            int64 [B, S, N]: at k the compressed id k positions back, or the padding token's where lookback ends.
+        """
+        return torch.stack(list(self._tokens_back(input_ids, token_mask, sequence_ids)), dim=-1)
+
+    def _tokens_back(
+        self, input_ids: Tensor, token_mask: Tensor | None, sequence_ids: Tensor | None
+    ) -> Iterator[Tensor]:
+        """The compressed ids of every position, then of the one behind it, and so on: N times int64 [B, S]."""
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids: must have shape [batch, sequence], got {list(input_ids.shape)}")
         check_integer_ids(input_ids, "input_ids", len(self.token_map), self.strict_validation)
         alive = _check_token_mask(token_mask, sequence_ids, input_ids)
         compressed = self.token_map[input_ids.long()].masked_fill(~alive, self.pad_id)
-        value = compressed.unsqueeze(-1) * self.multipliers[:, 0]
-        # Written in place: the rows are as many times larger than everything before them as there are heads.
-        rows = value.new_empty(*value.shape, *self.primes.shape[1:])
+        yield compressed
         reachable = alive
         for back in range(1, self.max_ngram_size):
             reachable = reachable & _same_document(alive, sequence_ids, back)
-            token = _shift(compressed, back, self.pad_id).masked_fill(~reachable, self.pad_id)
-            value = value ^ (token.unsqueeze(-1) * self.multipliers[:, back])
-            torch.remainder(value.unsqueeze(-1), self.primes[:, back - 1], out=rows[..., back - 1, :])
-        return rows.add_(self.offsets).flatten(-2)
+            yield _shift(compressed, back, self.pad_id).masked_fill(~reachable, self.pad_id)
 
 
 def _check_token_mask(token_mask: Tensor | None, sequence_ids: Tensor | None, input_ids: Tensor) -> Tensor:

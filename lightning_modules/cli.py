@@ -31,11 +31,15 @@ from dsv41.config import DeepseekV41TextConfig
 from dsv41.files import plain_name, settle
 from lightning_modules.callbacks import (
     BestCheckpoint,
+    EngramGates,
+    EngramMemory,
+    ExpertLoad,
     GracefulInterrupt,
     IndexerRecall,
     LatestCheckpoint,
     PartSummary,
     PredictionFile,
+    StreamMixers,
     TokenThroughput,
     UnigramBaseline,
     UpdateRatio,
@@ -112,6 +116,10 @@ class DeepseekV41CLI(LightningCLI):
         parser.add_lightning_class_args(LatestCheckpoint, "checkpoint")
         parser.add_lightning_class_args(UpdateRatio, "update_ratio")
         parser.add_lightning_class_args(IndexerRecall, "indexer_recall")
+        parser.add_lightning_class_args(EngramGates, "engram_gates")
+        parser.add_lightning_class_args(EngramMemory, "engram_memory")
+        parser.add_lightning_class_args(StreamMixers, "stream_mixers")
+        parser.add_lightning_class_args(ExpertLoad, "expert_load")
         parser.link_arguments("data", "model.tokenizer", compute_fn=_tokenizer_of, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from dsv41.attention import AttentionCore
 from dsv41.indexer import visible_positions
 from dsv41.model import DeepseekV41Block
+from lightning_modules.callbacks.observer import ValidationObserver, log, over_ranks
 
 # Sums over queries: what the selection keeps, what an even spread or the best selection would keep, and how many.
 _KEPT, _EVEN, _BEST, _QUERIES = range(4)
@@ -53,7 +52,7 @@ def selection_recall(
     return shares.masked_fill(~taking_part, 0.0).sum((1, 2))
 
 
-class IndexerRecall(Callback):
+class IndexerRecall(ValidationObserver):
     """Logs the mean `selection_recall` over the first batches of every validation.
 
     ``val/indexer_recall`` is the mean over layers that select, ``indexer_recall/layer_N`` each of them;
@@ -66,66 +65,32 @@ class IndexerRecall(Callback):
     """
 
     def __init__(self, batches: int = 2) -> None:
-        if batches < 0:
-            raise ValueError(f"batches: must be at least 0, got {batches}")
-        self.batches = batches
+        super().__init__(batches)
         self._sums: dict[int, Tensor] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._looking = False
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Listen to the attention of layers that select."""
+    def listen(self, pl_module: L.LightningModule) -> None:
+        """See what the attention of layers that select is given."""
         self._sums = {}
-        if self.batches == 0:
-            return
         for module in pl_module.modules():
             if isinstance(module, DeepseekV41Block) and module.attn.indexer is not None:
                 layer = module.attn.layer_idx
                 self._sums[layer] = torch.zeros(4, dtype=torch.float64, device=pl_module.device)
-                self._hooks.append(module.attn.core.register_forward_pre_hook(self._listener(layer)))
+                self.before(module.attn.core, partial(self._add, layer, module.attn.core))
 
-    def _listener(self, layer: int) -> Any:
-        def listen(core: AttentionCore, arguments: tuple[Tensor, ...]) -> None:
-            if self._looking:
-                self._sums[layer] += selection_recall(core, *arguments)
+    def _add(self, layer: int, core: AttentionCore, arguments: tuple[Tensor, ...]) -> None:
+        self._sums[layer] += selection_recall(core, *arguments)
 
-        return listen
-
-    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        """Look at the first batches."""
-        batch_idx = args[1]
-        self._looking = batch_idx < self.batches
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def report(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the means, over all ranks."""
         if not self._sums:
             return
         layers = sorted(self._sums)
-        total = trainer.strategy.reduce(torch.stack([self._sums[layer] for layer in layers]), reduce_op="sum")
-        assert isinstance(total, Tensor)
+        total = over_ranks(trainer, torch.stack([self._sums[layer] for layer in layers]))
         chosen = {layer: row for layer, row in zip(layers, total, strict=True) if row[_QUERIES] > 0}
         for layer, row in chosen.items():
-            _log(pl_module, f"indexer_recall/layer_{layer}", row[_KEPT] / row[_QUERIES])
+            log(pl_module, f"indexer_recall/layer_{layer}", row[_KEPT] / row[_QUERIES])
         if chosen:
             means = torch.stack([row / row[_QUERIES] for row in chosen.values()]).mean(0)
-            _log(pl_module, "val/indexer_recall", means[_KEPT])
-            _log(pl_module, "val/indexer_recall_chance", means[_EVEN])
-            _log(pl_module, "val/indexer_recall_best", means[_BEST])
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Listen no more."""
-        self._stop()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Likewise."""
-        self._stop()
-
-    def _stop(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-
-def _log(pl_module: L.LightningModule, name: str, value: Tensor) -> None:
-    # Added up over ranks already, so all have the same number; the maximum keeps it as it is.
-    pl_module.log(name, value.float(), sync_dist=True, reduce_fx="max")
+            log(pl_module, "val/indexer_recall", means[_KEPT])
+            log(pl_module, "val/indexer_recall_chance", means[_EVEN])
+            log(pl_module, "val/indexer_recall_best", means[_BEST])
