@@ -4,6 +4,7 @@ from lightning_modules.callbacks.baseline import UnigramBaseline
 from lightning_modules.callbacks.checkpoint import BestCheckpoint, LatestCheckpoint
 from lightning_modules.callbacks.indexer_recall import IndexerRecall
 from lightning_modules.callbacks.interrupt import GracefulInterrupt
+from lightning_modules.callbacks.peak_memory import PeakMemory
 from lightning_modules.callbacks.predictions import PredictionFile
 from lightning_modules.callbacks.summary import PartSummary
 from lightning_modules.callbacks.throughput import TokenThroughput
@@ -15,6 +16,7 @@ __all__ = [
     "IndexerRecall",
     "LatestCheckpoint",
     "PartSummary",
+    "PeakMemory",
     "PredictionFile",
     "TokenThroughput",
     "UnigramBaseline",
