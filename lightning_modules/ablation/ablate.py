@@ -48,12 +48,12 @@ def dry_run(plan: Plan) -> str:
         cells.append((planned.variant.name, *counts, note))
     lines = [f"study {plan.study.name}, written to {plan.study.output}", "", *table(cells), *warnings, ""]
     lines += ["what changes: " + (", ".join(plan.switches()) or "nothing"), ""]
-    states: list[tuple[str, ...]] = [("run", "state")]
+    width = max(len(run.name) for run in plan.runs)
     for run in plan.runs:
         done = steps_done(run)
         state = "finished" if finished(run) else f"step {done} of {run.steps}" if done else f"new, {run.steps} steps"
-        states.append((run.name, state))
-    return "\n".join([*lines, *table(states)])
+        lines.append(f"{run.name.ljust(width)}  {state}")
+    return "\n".join(lines)
 
 
 def _match_notes(plan: Plan, rows: list[Row]) -> list[str]:
@@ -79,9 +79,7 @@ def collect(plan: Plan) -> list[Record]:
         marker = finished(run)
         if marker is not None:
             record = read_run(run.directory, run.variant)
-            curve = {step: loss for step, loss in record.curve.items() if step <= marker["steps"]}
-            curve |= {max(curve): marker["metrics"]["val/loss"]}
-            records.append(replace(record, curve=curve))
+            records.append(replace(record, curve=record.curve | {marker["steps"]: marker["metrics"]["val/loss"]}))
     return records
 
 

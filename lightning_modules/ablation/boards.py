@@ -57,7 +57,7 @@ def write_hparams(record: Record, switches: Sequence[str]) -> None:
     for summary in hparams(shown, known):
         events.add_summary(summary)
     for name, value in known.items():
-        writer.add_scalar(name, value, record.steps)
+        writer.add_scalar(name, value, record.steps - 1)
     writer.close()
 
 

@@ -28,8 +28,8 @@ class Record:
         variant: Name.
         seed: None if its configuration does not say.
         directory: Of its event files.
-        curve: Validation loss by step, in nats per token.
-        train_curve: Training loss by step.
+        curve: Validation loss by steps done, in nats per token.
+        train_curve: Training loss by steps done.
         rate: Median of its tokens per second; None if none was logged.
         memory: Peak of rank 0 in MB; None if none was logged.
         cost: None without a configuration and tokenizer.
@@ -48,7 +48,7 @@ class Record:
 
     @property
     def steps(self) -> int:
-        """Step of the last validation."""
+        """Done at the last validation."""
         return max(self.curve)
 
     @property
@@ -125,8 +125,9 @@ def read_run(directory: Path, variant: str | None = None) -> Record:
         variant=variant or name_of(directory),
         seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
         directory=directory,
-        curve={event.step: event.value for event in found[LOSS]},
-        train_curve={event.step: event.value for event in found.get(TRAIN_LOSS, [])},
+        # Lightning logs under the number of the step, from 0, here it is the steps done.
+        curve={event.step + 1: event.value for event in found[LOSS]},
+        train_curve={event.step + 1: event.value for event in found.get(TRAIN_LOSS, [])},
         rate=median(rates) if rates else None,
         memory=max(peaks) if peaks else None,
         cost=_cost(directory, config),

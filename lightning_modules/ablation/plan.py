@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,11 @@ def _run(study: Study, planned: PlannedVariant, seed: int) -> Run:
     return Run(name, seed, folder, config, int(config["trainer"]["max_steps"]))
 
 
+def runs_of(study: Study, planned: Sequence[PlannedVariant]) -> tuple[Run, ...]:
+    """Every variant with every seed, seed by seed."""
+    return tuple(_run(study, one, seed) for seed in study.seeds for one in planned)
+
+
 def make_plan(study: Study) -> Plan:
     """Parse and check every variant, match those that ask for it.
 
@@ -222,5 +228,4 @@ def make_plan(study: Study) -> Plan:
         matched = _matched(variant, config, planned[0].cost) if planned else None
         cost = cost_of(text_config(config), config["data"]["sequence_length"])
         planned.append(PlannedVariant(variant, config, cost, matched))
-    runs = [_run(study, one, seed) for seed in study.seeds for one in planned]
-    return Plan(study, tuple(planned), tuple(runs))
+    return Plan(study, tuple(planned), runs_of(study, planned))

@@ -180,16 +180,20 @@ def threads_per_job(jobs: int) -> int:
     return max(1, (int(given) if given.isdecimal() else cores) // jobs)
 
 
+def fit_command(run: Run) -> list[str]:
+    """What trains the run, from its newest checkpoint if it has one."""
+    command = [sys.executable, "-m", "lightning_modules", "fit", "--config", str(run.folder / CONFIG)]
+    return command if find_checkpoint(run.folder, "last") is None else [*command, "--ckpt_path", "last"]
+
+
 def start(run: Run, jobs: int) -> Job:
-    """Start or continue a run."""
+    """Start or continue a run; a process that trains it already is watched instead."""
     lock = _take(run.folder / LOCK)
     if lock is None:
         return Job(run, None)
     try:
-        command = [sys.executable, "-m", "lightning_modules", "fit", "--config", str(run.folder / CONFIG)]
-        if find_checkpoint(run.folder, "last") is not None:
-            command += ["--ckpt_path", "last"]
-        elif run.directory.exists():
+        command = fit_command(run)
+        if find_checkpoint(run.folder, "last") is None and run.directory.exists():
             remove_whole(run.directory)  # begun and killed before its first checkpoint
         with written_whole(run.folder / CONFIG) as partial:
             partial.write_text(yaml.safe_dump(run.config, sort_keys=False))
@@ -208,6 +212,8 @@ def start(run: Run, jobs: int) -> Job:
                 pass_fds=(lock,),  # the child holds the lock as long as it lives, also without its parent
                 start_new_session=True,  # Ctrl-C is this process's matter
             )
+        os.truncate(lock, 0)
+        os.write(lock, f"{process.pid}\n".encode())  # for people who want to know who holds it
         return Job(run, process)
     finally:
         os.close(lock)
