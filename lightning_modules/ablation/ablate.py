@@ -121,7 +121,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def ablate(path: Path, output: Path | None, jobs: int, only_plan: bool, stream: TextIO = sys.stdout) -> int:
+def ablate(path: Path, output: Path | None, jobs: int, only_plan: bool, stream: TextIO | None = None) -> int:
     """Run ``dsv41 ablate``.
 
     Args:
@@ -129,7 +129,7 @@ def ablate(path: Path, output: Path | None, jobs: int, only_plan: bool, stream: 
         output: In place of the file's.
         jobs: Runs at a time, at least 1.
         only_plan: Print the plan, and run nothing.
-        stream: Where to print.
+        stream: Where to print; None is stdout.
 
     Returns:
         Exit status: 0, 1 if a run has failed, 130 after Ctrl-C.
@@ -143,7 +143,7 @@ def ablate(path: Path, output: Path | None, jobs: int, only_plan: bool, stream: 
         raise ValueError(f"--jobs: must be at least 1, got {jobs}")
     study: Study = read_study(path)
     plan = make_plan(study if output is None else replace(study, output=output))
-    return run_plan(plan, jobs, only_plan, stream)
+    return run_plan(plan, jobs, only_plan, stream or sys.stdout)
 
 
 def run_plan(plan: Plan, jobs: int, only_plan: bool, stream: TextIO) -> int:
