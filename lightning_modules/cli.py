@@ -38,6 +38,7 @@ from lightning_modules.callbacks import (
     IndexerRecall,
     LatestCheckpoint,
     PartSummary,
+    PeakMemory,
     PredictionFile,
     StreamMixers,
     TokenThroughput,
@@ -133,7 +134,13 @@ class DeepseekV41CLI(LightningCLI):
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             kwargs["plugins"] = [*plugins, AtomicCheckpointIO(optimizers=self.subcommand in (None, "fit"))]
         callbacks = _as_list(config.get("callbacks"))
-        extra: list[Callback] = [PartSummary(), UnigramBaseline(), TokenThroughput(), GracefulInterrupt()]
+        extra: list[Callback] = [
+            PartSummary(),
+            UnigramBaseline(),
+            TokenThroughput(),
+            PeakMemory(),
+            GracefulInterrupt(),
+        ]
         if config.get("logger") is not False:
             extra.append(LearningRateMonitor("step"))
         if self.subcommand == "predict":

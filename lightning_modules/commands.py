@@ -1,4 +1,4 @@
-"""``dsv41 export``, ``dsv41 import`` and ``dsv41 inspect``: what is typed, and what is answered.
+"""What is no matter of training (``dsv41 export``, ``dsv41 ablate``, ...): what is typed, and what is answered.
 
 Their own options are few and no configuration, so argparse reads them, where it can before anything heavy is imported.
 """
@@ -46,6 +46,33 @@ def _import_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _ablate_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dsv41 ablate",
+        description="Train a base and variants of it over several seeds, and compare them. What is finished is "
+        "skipped, what is not goes on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="study, such as configs/ablations/engram.yaml")
+    parser.add_argument("--output", help="folder to write, in place of the study's")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, which share the cores")
+    parser.add_argument("--dry-run", action="store_true", help="print runs, parameters and operations, and stop")
+    return parser
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dsv41 compare",
+        description="Compare runs by their TensorBoard files. Runs of one experiment are its seeds.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="[NAME=]RUN", help="directory of a run, or above several; NAME is to stand for it"
+    )
+    parser.add_argument("--base", help="what the others are compared with (default: base, or the first)")
+    return parser
+
+
 def _export(args: list[str]) -> None:
     options = _export_parser().parse_args(args)
     import torch
@@ -80,7 +107,24 @@ def _inspect(args: list[str]) -> None:
     print(inspect(args))
 
 
-COMMANDS = {"export": _export, "import": _import, "inspect": _inspect}
+def _ablate(args: list[str]) -> None:
+    options = _ablate_parser().parse_args(args)
+    from lightning_modules.ablation.ablate import ablate
+
+    output = None if options.output is None else Path(options.output)
+    status = ablate(Path(options.config), output, options.jobs, options.dry_run)
+    if status:
+        sys.exit(status)
+
+
+def _compare(args: list[str]) -> None:
+    options = _compare_parser().parse_args(args)
+    from lightning_modules.ablation.comparing import compare
+
+    print(compare(options.runs, options.base), end="")
+
+
+COMMANDS = {"export": _export, "import": _import, "inspect": _inspect, "ablate": _ablate, "compare": _compare}
 
 
 def main(name: str, args: list[str]) -> None:

@@ -20,6 +20,8 @@ FOLDER_COMMANDS = {
     "export": "a checkpoint's weights as a folder for others: released layout or Hugging Face",
     "import": "check a folder of weights, and write a configuration that fine-tunes it",
     "inspect": "parameters, operations and memory of a configuration, in seconds",
+    "ablate": "a study: a base and variants of it over several seeds, with a table and error bars",
+    "compare": "the same table from runs that are there already",
 }
 
 _LISTED = "\n".join(f"  {name:<10}{does}" for name, does in (SUBCOMMANDS | FOLDER_COMMANDS).items())
@@ -45,11 +47,14 @@ then:
   dsv41 fit --config configs/tiny.yaml --model.pretrained tiny-released
   dsv41 inspect --config configs/tiny.yaml --world-size 8 --memory-per-rank 80GB
                                                              what it costs, and whether it fits
+  dsv41 ablate --config configs/ablations/engram.yaml        does a part help, and how sure is that?
+  dsv41 compare runs/tiny runs/tiny-no-engram
   dsv41 fit --config configs/tiny.yaml --print_config        every option with its value
   dsv41 fit --help                                           every option explained
 
 Any option of a file can be given on the command line too, such as --trainer.max_steps 2000. Configurations are in the
-clone's folder configs/, parts to switch off in configs/overlays/, several processes and GPUs in configs/strategy/.
+clone's folder configs/, parts to switch off in configs/overlays/, several processes and GPUs in configs/strategy/,
+studies in configs/ablations/.
 
 options:
   -h, --help    show this

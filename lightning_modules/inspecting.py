@@ -19,7 +19,7 @@ from lightning_modules.optim import OptimizerConfig
 from lightning_modules.task import DeepseekV41Task
 
 
-class _Parsed(DeepseekV41CLI):
+class Parsed(DeepseekV41CLI):
     """The command line's configuration, checked as `fit` checks it, without the objects."""
 
     def __init__(self, args: list[str]) -> None:
@@ -78,7 +78,7 @@ def compute_bytes(strategy: Any) -> int:
     return 2 if options is not None and options.get("mixed_precision") == "bf16" else 4
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns as wide as needed, the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -89,7 +89,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _size(count: float) -> str:
+def readable_size(count: float) -> str:
     """Bytes for people, in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
@@ -98,7 +98,7 @@ def _size(count: float) -> str:
     return f"{count:,.1f} TB"
 
 
-def _operations(count: float) -> str:
+def readable_count(count: float) -> str:
     for unit in ("", " k", " M", " G"):
         if count < 1000:
             return f"{count:,.1f}{unit}"
@@ -117,7 +117,7 @@ def parameter_lines(config: DeepseekV41TextConfig, parameters: dict[str, Any]) -
     rows = [("parameters", "all", "share", "read by a token")]
     rows += [(part, f"{count:,}", f"{count / total:.1%}", f"{active[part]:,}") for part, count in counts.items()]
     rows.append(("together", f"{total:,}", "100.0%", f"{sum(active.values()):,}"))
-    return _table(rows)
+    return table(rows)
 
 
 def operation_lines(config: DeepseekV41TextConfig, lengths: Sequence[int]) -> list[str]:
@@ -126,33 +126,33 @@ def operation_lines(config: DeepseekV41TextConfig, lengths: Sequence[int]) -> li
     parts = list(dict.fromkeys(part for flops in found.values() for part in flops))
     rows = [("training FLOPs per token", *(f"S = {length:,}" for length in lengths))]
     rows += [
-        (part, *(_operations(found[s][part].training / s if part in found[s] else 0.0) for s in lengths))
+        (part, *(readable_count(found[s][part].training / s if part in found[s] else 0.0) for s in lengths))
         for part in parts
     ]
-    rows.append(("together", *(_operations(sum(f.training for f in found[s].values()) / s) for s in lengths)))
-    return _table(rows)
+    rows.append(("together", *(readable_count(sum(f.training for f in found[s].values()) / s) for s in lengths)))
+    return table(rows)
 
 
 def byte_lines(held: RankBytes, world_size: int, memory: int | None) -> list[str]:
     """Bytes of a rank, and whether they fit."""
     rows = [
         (f"bytes per rank, {world_size} rank{'s' if world_size > 1 else ''}", ""),
-        ("weights (fp32)", _size(held.weights)),
-        ("gradients (fp32)", _size(held.gradients)),
-        ("optimizer state", _size(held.optimizer)),
+        ("weights (fp32)", readable_size(held.weights)),
+        ("gradients (fp32)", readable_size(held.gradients)),
+        ("optimizer state", readable_size(held.optimizer)),
     ]
     if held.gathered:
-        rows.append(("gathered weights while computing", _size(held.gathered)))
-    rows.append(("together, without activations", _size(held.total)))
-    lines = _table(rows)
+        rows.append(("gathered weights while computing", readable_size(held.gathered)))
+    rows.append(("together, without activations", readable_size(held.total)))
+    lines = table(rows)
     if held.engram_rows:
         lines.append("Engram rows per rank: " + ", ".join(f"{rows:,}" for rows in held.engram_rows))
     if memory is not None:
         left = memory - held.total
         lines.append(
-            f"fits {_size(memory)}: yes, with {_size(left)} left for activations"
+            f"fits {readable_size(memory)}: yes, with {readable_size(left)} left for activations"
             if left > 0
-            else f"fits {_size(memory)}: no, {_size(-left)} too much"
+            else f"fits {readable_size(memory)}: no, {readable_size(-left)} too much"
         )
     return lines
 
@@ -184,7 +184,7 @@ def inspect(args: list[str]) -> str:
             ) from None
     if options.world_size < 1:
         raise ValueError(f"--world-size: must be at least 1, got {options.world_size}")
-    parsed = _Parsed(rest).config
+    parsed = Parsed(rest).config
     config = DeepseekV41TextConfig(**parsed.model.config.as_dict())
     config.vocab_size, source = vocabulary(config, parsed.data)
     parameters = named_parameters(config)

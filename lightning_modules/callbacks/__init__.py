@@ -7,6 +7,7 @@ from lightning_modules.callbacks.engram_memory import EngramMemory
 from lightning_modules.callbacks.expert_load import ExpertLoad
 from lightning_modules.callbacks.indexer_recall import IndexerRecall
 from lightning_modules.callbacks.interrupt import GracefulInterrupt
+from lightning_modules.callbacks.peak_memory import PeakMemory
 from lightning_modules.callbacks.predictions import PredictionFile
 from lightning_modules.callbacks.stream_mixers import StreamMixers
 from lightning_modules.callbacks.summary import PartSummary
@@ -22,6 +23,7 @@ __all__ = [
     "IndexerRecall",
     "LatestCheckpoint",
     "PartSummary",
+    "PeakMemory",
     "PredictionFile",
     "StreamMixers",
     "TokenThroughput",

@@ -6,22 +6,30 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from lightning_modules.ablation.ablate import dry_run
+from lightning_modules.ablation.plan import make_plan
+from lightning_modules.ablation.study import read_study
 from lightning_modules.cli import get_cli
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASES = sorted(CONFIGS.glob("*.yaml"))
 OVERLAYS = sorted(CONFIGS.glob("overlays/*.yaml"))
 STRATEGIES = sorted(CONFIGS.glob("strategy/*.yaml"))
+STUDIES = sorted(CONFIGS.glob("ablations/*.yaml"))
 
 
 def test_there_is_something_to_test() -> None:
     assert CONFIGS / "tiny.yaml" in BASES
-    assert set(CONFIGS.rglob("*.yaml")) == {*BASES, *OVERLAYS, *STRATEGIES}, "a folder of configs that nobody tests"
+    assert set(CONFIGS.rglob("*.yaml")) == {*BASES, *OVERLAYS, *STRATEGIES, *STUDIES}, (
+        "a folder of configs that nobody tests"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +56,20 @@ def small_run(files: tuple[Path, ...], cache: Path, folder: Path) -> list[str]:
     return chosen + [part for option in small.items() for part in option]
 
 
+def fit_elsewhere(options: list[str]) -> subprocess.CompletedProcess[str]:
+    """Train in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_modules", "fit", *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
 @pytest.mark.parametrize(
     "files",
     [pytest.param((base,), id=base.stem) for base in BASES]
@@ -67,17 +89,33 @@ def test_strategy_trains_the_default_configuration(strategy: Path, shared_cache:
     options = small_run((CONFIGS / "tiny.yaml", strategy), shared_cache, tmp_path)
     if strategy.stem == "fsdp":
         options += ["--trainer.devices", "1"]  # it says "auto", which on CPUs means nothing
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_modules", "fit", *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = fit_elsewhere(options)
     assert ("MEMBER: 2/2" in done.stderr) == (strategy.stem == "fsdp_cpu2")
     assert re.search(r"validation loss [56]\.\d+ nats per token", done.stderr)
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=[path.stem for path in STUDIES])
+def test_study_is_planned_and_its_last_variant_trains(file: Path, shared_cache: Path, tmp_path: Path) -> None:
+    plan = make_plan(replace(read_study(file), output=tmp_path / "out"))
+    assert len(plan.runs) == 3 * len(plan.variants) > 3
+    shown = dry_run(plan)
+    assert shown.count("new, 400 steps") == len(plan.runs)
+    assert "WARNING" not in shown, "a match that is none"
+    head = file.read_text().split("base:")[0]
+    assert head.startswith(f"# dsv41 ablate --config configs/ablations/{file.name}\n")
+    assert all(f"# {word}: " in head for word in ("Changes", "Equal", "Expected"))
+    assert str(read_study(file).output) == f"runs/ablations/{file.stem}"
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(plan.runs[-1].config))
+    options = small_run((run,), shared_cache, tmp_path)
+    if plan.runs[-1].config["model"]["backend"]["compile_engram"]:  # for the whole process, so in one of its own
+        done = fit_elsewhere(options)
+        assert "Engram gate compiled in" in done.stderr
+        assert re.search(r"validation loss [5-7]\.\d+ nats per token", done.stderr)
+        return
+    cli = get_cli(options, run=False)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert 5 < float(cli.trainer.callback_metrics["val/loss"]) < 8
 
 
 def test_the_default_configuration_has_every_kind_of_layer(shared_cache: Path) -> None:

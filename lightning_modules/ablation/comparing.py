@@ -1,0 +1,39 @@
+"""``dsv41 compare``: the table of a study from the event files of runs, whoever has made them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_modules.ablation.curves import Record, read_run, run_directories
+from lightning_modules.ablation.results import markdown, notes_on, summarise
+
+
+def _named(word: str) -> tuple[str | None, Path]:
+    """``NAME=PATH`` or ``PATH``."""
+    name, equals, path = word.partition("=")
+    return (name, Path(path)) if equals and name and not Path(word).exists() else (None, Path(word))
+
+
+def compare(words: Sequence[str], base: str | None = None) -> str:
+    """What ``dsv41 compare RUN...`` prints.
+
+    Args:
+        words: Directories of runs, or folders above them, each with an optional ``NAME=`` before it.
+        base: Variant that differences are to; None takes that of the first run.
+
+    Raises:
+        FileNotFoundError: No event files under a directory.
+        ValueError: A run has no validation loss, two have the same name and seed, or there is no such base.
+    """
+    records: list[Record] = []
+    for word in words:
+        name, path = _named(word)
+        records += [read_run(directory, name) for directory in run_directories(path)]
+    names = list(dict.fromkeys(record.variant for record in records))
+    if base is None:
+        base = names[0] if "base" not in names else "base"
+    elif base not in names:
+        raise ValueError(f"--base: must be one of {', '.join(names)}, got {base!r}")
+    rows = summarise(sorted(records, key=lambda record: record.variant != base), base)
+    return markdown(rows, base, notes_on(rows, base))

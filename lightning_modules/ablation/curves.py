@@ -1,0 +1,135 @@
+"""What a run's event files and configuration say, by tensorboard's own reader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dsv41.model_folder import read_tokenizer
+from lightning_modules.ablation.cost import Cost, cost_of
+from lightning_modules.ablation.plan import flat, text_config
+
+LOSS = "val/loss"
+TRAIN_LOSS = "train/loss"
+RATE = "train/tokens_per_sec"
+MEMORY = "train/peak_memory_mb"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run.
+
+    Attributes:
+        variant: Name.
+        seed: None if its configuration does not say.
+        directory: Of its event files.
+        curve: Validation loss by steps done, in nats per token.
+        train_curve: Training loss by steps done.
+        rate: Median of its tokens per second; None if none was logged.
+        memory: Peak of rank 0 in MB; None if none was logged.
+        cost: None without a configuration and tokenizer.
+        settings: All options by their dotted name; empty without a configuration.
+    """
+
+    variant: str
+    seed: int | None
+    directory: Path
+    curve: dict[int, float]
+    train_curve: dict[int, float]
+    rate: float | None
+    memory: float | None
+    cost: Cost | None
+    settings: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """Done at the last validation."""
+        return max(self.curve)
+
+    @property
+    def loss(self) -> float:
+        """Of the last validation."""
+        return self.curve[self.steps]
+
+
+def scalars(directory: Path) -> dict[str, list[Any]]:
+    """Every scalar of a directory's event files: tensorboard's events (wall_time, step, value) by tag."""
+    reader = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    reader.Reload()
+    return {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
+
+
+def run_directories(path: Path) -> list[Path]:
+    """Directories in or below `path` that a training has written event files to.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    found = sorted({file.parent for file in path.rglob("events.out.tfevents.*")}) if path.is_dir() else []
+    found = [folder for folder in found if (folder / "config.yaml").is_file() or folder == path] or found
+    if not found:
+        raise FileNotFoundError(f"{path}: no event files of TensorBoard here or in a folder below")
+    return found
+
+
+def name_of(directory: Path) -> str:
+    """The experiment's name: of the last folder that is no ``version_N`` or ``seed_N``."""
+    for folder in (directory.absolute(), *directory.absolute().parents):
+        kind, _, number = folder.name.partition("_")
+        if not (kind in ("version", "seed") and number.isdecimal()):
+            return folder.name
+    return directory.name
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    file = directory / "config.yaml"
+    loaded = yaml.safe_load(file.read_text()) if file.is_file() else None
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _cost(directory: Path, config: dict[str, Any]) -> Cost | None:
+    if "model" not in config or "data" not in config:
+        return None
+    vocabulary = config["model"]["config"].get("vocab_size")
+    if vocabulary is None:
+        tokenizer = read_tokenizer(directory / "tokenizer")
+        if tokenizer is None:
+            return None
+        vocabulary = len(tokenizer)
+    return cost_of(text_config(config, vocabulary), config["data"]["sequence_length"])
+
+
+def read_run(directory: Path, variant: str | None = None) -> Record:
+    """Read one run.
+
+    Args:
+        directory: With event files, and where this project has written them ``config.yaml`` and ``tokenizer``.
+        variant: Its name; None takes `name_of`.
+
+    Raises:
+        ValueError: It has no validation loss.
+    """
+    found = scalars(directory)
+    if not found.get(LOSS):
+        raise ValueError(f"{directory}: has no {LOSS}, so there is nothing to compare")
+    config = _configuration(directory)
+    seed = config.get("seed_everything")
+    rates = [event.value for event in found.get(RATE, [])]
+    peaks = [event.value for event in found.get(MEMORY, [])]
+    return Record(
+        variant=variant or name_of(directory),
+        seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
+        directory=directory,
+        # Lightning logs under the number of the step, from 0, here it is the steps done.
+        curve={event.step + 1: event.value for event in found[LOSS]},
+        train_curve={event.step + 1: event.value for event in found.get(TRAIN_LOSS, [])},
+        rate=median(rates) if rates else None,
+        memory=max(peaks) if peaks else None,
+        cost=_cost(directory, config),
+        settings=flat(config) if config else {},
+    )
