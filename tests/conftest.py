@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,15 @@ NANO = {
 
 # Two workers share two cores, and tiny tensors gain nothing from threads.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_launch_left() -> Iterator[None]:
+    """Lightning leaves a launch's variables in this process, where ranks that a later test starts would take them up:
+    they would meet at the port of a store that may still be there."""
+    yield
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
