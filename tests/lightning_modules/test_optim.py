@@ -165,9 +165,8 @@ def same_values(left: nn.Module, right: nn.Module) -> bool:
     return all(torch.equal(value, right.get_parameter(name)) for name, value in left.named_parameters())
 
 
-def test_one_optimizer_does_what_its_parts_do_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_optimizer_does_what_its_parts_do_alone() -> None:
     """Dense tables: torch's own AdamW and Muon, each over its own parameters, bit for bit."""
-    monkeypatch.setattr("lightning_modules.muon.iteration_dtype", lambda matrix: torch.bfloat16)
     net, parts = make_net(), make_net()
     config = OptimizerConfig(0.01, 0.2, 0.8, 0.9, 1e-3, matrices="muon", tables="dense", muon_momentum=0.9)
     ours = build_optimizer(net, config)
