@@ -172,9 +172,13 @@ def test_one_rank_of_the_strategy_is_bit_equal_to_a_plain_run(launches: Path, ch
     assert without_rates(curves(launches, "one", check)) == without_rates(curves(launches, "plain", check))
 
 
+# What depends on the machine, and on how much of the model it holds.
+OF_THE_MACHINE = ("train/tokens_per_sec", "train/mfu", "train/peak_memory_mb")
+
+
 def without_rates(found: dict[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
-    """Curves that do not depend on how fast the machine was."""
-    return {tag: values for tag, values in found.items() if tag not in ("train/tokens_per_sec", "train/mfu")}
+    """Curves that do not depend on the machine."""
+    return {tag: values for tag, values in found.items() if tag not in OF_THE_MACHINE}
 
 
 @pytest.mark.parametrize(("launch", "check"), TRAINED)
@@ -196,7 +200,7 @@ def test_evaluation_counts_every_row_once(launches: Path, launch: str) -> None:
     assert ours.keys() == plain.keys()
     assert {"fit/val/loss", "validate/val/loss", "test/test/loss", "best/val/loss", "again/val/loss"} <= plain.keys()
     for name, value in plain.items():
-        if name != "predicted rows":
+        if name != "predicted rows" and not name.endswith(OF_THE_MACHINE):
             assert ours[name] == pytest.approx(value, rel=1e-6), name
     assert plain["validate/val/loss"] == plain["best/val/loss"] == plain["fit/val/loss"]
     assert plain["again/val/loss"] != plain["fit/val/loss"]
