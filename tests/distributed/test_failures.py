@@ -16,7 +16,6 @@ import torch
 
 from lightning_modules.callbacks.checkpoint import find_checkpoint
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
-from lightning_modules.cli import get_cli
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,15 +26,6 @@ STEPS = (
 )
 TWO_RANKS = ("--trainer.strategy", "engram_fsdp", "--trainer.devices", "2")
 A_MINUTE = 60
-
-
-@pytest.fixture(scope="module")
-def unbroken(make_nano_args: Callable[[Path], list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of the same training on one device, all kept."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    cli = get_cli([*make_nano_args(folder), *STEPS, "--checkpoint.keep", "-1"], run=False)
-    cli.trainer.fit(cli.model, cli.datamodule)
-    return folder / "runs" / "nano" / "version_0" / "checkpoints"
 
 
 def launch(*command: str) -> tuple[int, str, float]:
@@ -72,6 +62,18 @@ def running(group: int) -> list[str]:
         if int(its_group) == group and state not in "ZX":
             found.append(name)
     return found
+
+
+@pytest.fixture(scope="module")
+def unbroken(make_nano_args: Callable[[Path], list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of the same training on one device, all kept. In a process of its own, as the ranks are: what earlier
+    tests have compiled in this one rounds otherwise, and training amplifies that."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    status, output, _ = launch(
+        "-m", "lightning_modules", "fit", *make_nano_args(folder), *STEPS, "--checkpoint.keep", "-1"
+    )
+    assert status == 0, output[-4000:]
+    return folder / "runs" / "nano" / "version_0" / "checkpoints"
 
 
 def require_step(folder: Path, step: int, unbroken: Path) -> None:
