@@ -15,14 +15,8 @@ from transformers import PretrainedConfig
 
 from dsv41.config_checks import is_int, is_real, refuse_other_model, reject_misspelt, require, require_dtypes
 from dsv41.primes import engram_primes
+from dsv41.rope_settings import RELEASED_YARN, merged_rope, require_rope
 
-RELEASED_YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "factor": 16,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 65536,
-}
 RELEASED_COMPRESS_RATIOS = [0, 0] + [2] * 18 + [1] * 20 + [0] * 3
 RELEASED_KV_SOURCES = [2, 8, 14, 20]
 RELEASED_INDEX_SOURCES = [2, 8, 14, 20, 24, 28, 32, 36]
@@ -263,7 +257,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in TEXT_FIELDS}
         reject_misspelt(set(kwargs) - BASE_KEYS, TEXT_FIELDS, type(self).__name__)
-        scaling = _merge_rope(given.pop("rope_theta"), given.pop("rope_scaling"), given.pop("rope_parameters"))
+        scaling = merged_rope(given.pop("rope_theta"), given.pop("rope_scaling"), given.pop("rope_parameters"))
         for name, value in given.items():
             setattr(self, name, list(value) if isinstance(value, list | tuple) else value)
         if dspark_noise_token_id is None and vocab_size is not None and vocab_size > RELEASED_NOISE_TOKEN:
@@ -401,14 +395,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
             "qk_rope_head_dim",
             f"must be even, at least 2 and at most {limit} (the smaller of head_dim and index_head_dim), got {width!r}",
         )
-        yarn = self.rope_parameters
-        kind = yarn["rope_type"]
-        require(kind in ("yarn", "default"), "rope_scaling", f"rope_type must be 'yarn' or 'default', got {kind!r}")
-        if kind == "yarn":
-            for key in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
-                require(key in yarn, "rope_scaling", f"yarn needs {key!r}")
-                require(is_real(yarn[key]) and yarn[key] > 0, "rope_scaling", f"{key} must be above 0: {yarn[key]!r}")
-            require(yarn["factor"] >= 1, "rope_scaling", f"factor must be at least 1, got {yarn['factor']!r}")
+        require_rope(self.rope_parameters)
 
     def _validate_ids(self, field: str, length: int) -> None:
         ids: Sequence[int] = getattr(self, field)
@@ -496,33 +483,3 @@ TEXT_FIELDS = frozenset(
     for name, parameter in inspect.signature(DeepseekV41TextConfig.__init__).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 )
-
-
-def _merge_rope(
-    rope_theta: float | None, rope_scaling: dict[str, Any] | None, rope_parameters: dict[str, Any] | None
-) -> dict[str, Any]:
-    """One YaRN description from the released name, the transformers 5 name, or both with equal content."""
-    require(
-        rope_theta is None or (is_real(rope_theta) and rope_theta > 0),
-        "rope_theta",
-        f"must be a number above 0, got {rope_theta!r}",
-    )
-    explicit = rope_scaling is not None and rope_scaling is not RELEASED_YARN
-    chosen = dict(rope_parameters or rope_scaling or {"rope_type": "default"})
-    chosen["rope_type"] = chosen.pop("type", chosen.get("rope_type", "default"))
-    if explicit and rope_parameters:
-        scaling = dict(rope_scaling or {})
-        scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))
-        for key, value in scaling.items():
-            require(
-                chosen.get(key) == value,
-                "rope_scaling",
-                f"{key}={value!r} contradicts rope_parameters, which has {chosen.get(key)!r}",
-            )
-    theta = chosen.setdefault("rope_theta", 10000.0 if rope_theta is None else rope_theta)
-    require(
-        rope_theta is None or theta == rope_theta,
-        "rope_theta",
-        f"{rope_theta!r} contradicts rope_parameters, which has {theta!r}",
-    )
-    return chosen

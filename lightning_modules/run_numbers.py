@@ -12,11 +12,17 @@ from dsv41.model_card import RunNumbers
 from lightning_modules import checkpoint_rule
 
 
-def _configuration(run: Path) -> dict[str, Any]:
+def saved_configuration(run: Path) -> dict[str, Any]:
     """The run's ``config.yaml``; empty if there is none, as for a checkpoint that was copied elsewhere."""
     file = run / "config.yaml"
     loaded = yaml.safe_load(file.read_text()) if file.is_file() else None
     return loaded if isinstance(loaded, dict) else {}
+
+
+def seed_of(config: dict[str, Any]) -> int | None:
+    """The run's seed; None if its configuration does not say a number."""
+    seed = config.get("seed_everything")
+    return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
 
 def _optimizer_name(optimizer: dict[str, Any], engram: bool) -> str | None:
@@ -40,7 +46,7 @@ def run_numbers(meta: dict[str, Any], run: Path) -> RunNumbers:
         meta: Plain values of the checkpoint.
         run: The run's directory.
     """
-    config = _configuration(run)
+    config = saved_configuration(run)
     data, trainer = config.get("data") or {}, config.get("trainer") or {}
     about = meta[checkpoint_rule.KEY]
     hyper = meta.get("hyper_parameters", {})
@@ -48,7 +54,6 @@ def run_numbers(meta: dict[str, Any], run: Path) -> RunNumbers:
     measured = about.get("metrics", {}) if about.get("validated_at") == meta.get("global_step") else {}
     measured = {name: value for name, value in measured.items() if math.isfinite(value)}  # NaN: nothing was predicted
     source = data.get("source")
-    seed = config.get("seed_everything")
     return RunNumbers(
         data=", ".join(source) if isinstance(source, list) else source,
         steps=meta.get("global_step"),
@@ -58,7 +63,7 @@ def run_numbers(meta: dict[str, Any], run: Path) -> RunNumbers:
         validation_loss=measured.get("val/loss"),
         validation_bits_per_byte=measured.get("val/bits_per_byte"),
         unigram_loss=measured.get("val/unigram_entropy"),
-        seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
+        seed=seed_of(config),
         precision=trainer.get("precision") or "32-true" if trainer else None,
         optimizer=_optimizer_name(optimizer, bool(about["text_config"].get("engram_layer_ids"))),
         learning_rate=optimizer.get("lr"),

@@ -226,7 +226,8 @@ class DeepseekV41Task(L.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Tell learned indexers whether they are warming up."""
-        self._warm_up(self.warming_up)
+        if self.indexer_config.warmup_steps:
+            self._warm_up(self.warming_up)
 
     def on_train_end(self) -> None:
         """Leave the model as others expect it."""

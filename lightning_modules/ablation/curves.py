@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsv41.model_folder import read_tokenizer
 from lightning_modules.ablation.cost import Cost, cost_of
 from lightning_modules.ablation.plan import flat, text_config
+from lightning_modules.run_numbers import saved_configuration, seed_of
 
 LOSS = "val/loss"
 TRAIN_LOSS = "train/loss"
@@ -86,12 +86,6 @@ def name_of(directory: Path) -> str:
     return directory.name
 
 
-def _configuration(directory: Path) -> dict[str, Any]:
-    file = directory / "config.yaml"
-    loaded = yaml.safe_load(file.read_text()) if file.is_file() else None
-    return loaded if isinstance(loaded, dict) else {}
-
-
 def _cost(directory: Path, config: dict[str, Any]) -> Cost | None:
     if "model" not in config or "data" not in config:
         return None
@@ -117,13 +111,12 @@ def read_run(directory: Path, variant: str | None = None) -> Record:
     found = scalars(directory)
     if not found.get(LOSS):
         raise ValueError(f"{directory}: has no {LOSS}, so there is nothing to compare")
-    config = _configuration(directory)
-    seed = config.get("seed_everything")
+    config = saved_configuration(directory)
     rates = [event.value for event in found.get(RATE, [])]
     peaks = [event.value for event in found.get(MEMORY, [])]
     return Record(
         variant=variant or name_of(directory),
-        seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
+        seed=seed_of(config),
         directory=directory,
         # Lightning logs under the number of the step, from 0, here it is the steps done.
         curve={event.step + 1: event.value for event in found[LOSS]},

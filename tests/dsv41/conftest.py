@@ -1,4 +1,4 @@
-"""The real tokenizer and what the reference made of it, for token maps and hashes; and what watches tensor sizes."""
+"""The real tokenizer and what the reference made of it; fields of the tiny configuration; what watches tensor sizes."""
 
 from __future__ import annotations
 
@@ -41,6 +41,18 @@ def real_tokenizer(hash_goldens: dict[str, Any]) -> Tokenizer:
     file = real_tokenizer_file()
     assert hashlib.sha256(file.read_bytes()).hexdigest() == hash_goldens["tokenizer"]["tokenizer_json_sha256"]
     return Tokenizer.from_file(str(file))
+
+
+@pytest.fixture
+def text_fields(golden_dir: Path) -> Callable[..., dict[str, Any]]:
+    """Fields of the tiny text model as in its file, YaRN under its released name only; keywords replace."""
+
+    def make(**overrides: Any) -> dict[str, Any]:
+        fields = json.loads((golden_dir / "config.json").read_text())["text_config"]
+        del fields["rope_parameters"]
+        return fields | overrides
+
+    return make
 
 
 class Largest(TorchDispatchMode):
