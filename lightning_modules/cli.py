@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 import warnings
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,10 +69,17 @@ _EXPECTED = (
 
 
 class Parser(LightningArgumentParser):
-    """One line for a mistake on the command line, where the base class prints every option first."""
+    """One line for a mistake on the command line, where the base class prints every option first; an option that is
+    not written out is a mistake.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"allow_abbrev": False})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print and leave with status 2."""
+        """Print and leave with status 2; from Python, where leaving would end a notebook's kernel, a ValueError."""
+        if not self.exit_on_error:
+            raise ValueError(message) from ex
         print(f"dsv41: error: {message}\nall options: dsv41 {{fit,validate,test,predict}} --help", file=sys.stderr)
         sys.exit(2)
 
@@ -99,10 +107,11 @@ class SaveRunConfig(SaveConfigCallback):
 class DeepseekV41CLI(LightningCLI):
     """LightningCLI around `DeepseekV41Task` and `TextDataModule`."""
 
-    def __init__(self, args: ArgsType = None, **options: Any) -> None:
+    def __init__(self, args: ArgsType = None, run: bool = True, **options: Any) -> None:
+        self._run = run
         words = sys.argv[1:] if args is None else args
         self._first_word = words[0] if words and isinstance(words, list) else None
-        super().__init__(args=args, **options)
+        super().__init__(args=args, run=run, **options)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Where a subcommand was typed first, the others get no options: making them takes a third of a second each."""
@@ -121,6 +130,10 @@ class DeepseekV41CLI(LightningCLI):
         parser.add_lightning_class_args(EngramMemory, "engram_memory")
         parser.add_lightning_class_args(StreamMixers, "stream_mixers")
         parser.add_lightning_class_args(ExpertLoad, "expert_load")
+        if not self._run:
+            # Those of fit, which stand in the config.yaml of its runs. What they say is up to the caller.
+            parser.add_argument("--ckpt_path", type=str | None, default=None, help=SUPPRESS)
+            parser.add_argument("--weights_only", type=bool | None, default=None, help=SUPPRESS)
         parser.link_arguments("data", "model.tokenizer", compute_fn=_tokenizer_of, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -166,7 +179,7 @@ class DeepseekV41CLI(LightningCLI):
                 "model.config: these are the sizes of the release, 748 billion parameters, which are also the "
                 "defaults; start with --config configs/tiny.yaml"
             )
-        name = config.get("ckpt_path")
+        name = config.get("ckpt_path") if self._run else None
         if name in ("last", "best"):
             config.ckpt_path = str(self._resolve(config, name))
         elif name is not None and not Path(name).exists():
@@ -237,8 +250,13 @@ def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
 
     Args:
         args: Arguments as a list of strings or a dict; None takes ``sys.argv``. With ``run=False`` there is no
-            subcommand: ``get_cli(["--config", "configs/tiny.yaml"], run=False)``.
+            subcommand: ``get_cli(["--config", "configs/tiny.yaml"], run=False)``. The ``config.yaml`` of a run is
+            taken as well.
         run: Execute. False leaves `cli.model`, `cli.datamodule` and `cli.trainer` to the caller (notebooks, tests).
+
+    Raises:
+        ValueError: With ``run=False``, `args` do not parse; names the option. Otherwise SystemExit, which says why on
+            stderr.
     """
     for message in _EXPECTED:
         warnings.filterwarnings("ignore", message)
@@ -249,7 +267,11 @@ def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
         seed_everything_default=0,
         trainer_defaults={"enable_model_summary": False, "use_distributed_sampler": False},
         parser_class=Parser,
-        parser_kwargs={"prog": "dsv41", "description": "Train and evaluate DeepSeek-V4.1 models."} if run else None,
+        parser_kwargs=(
+            {"prog": "dsv41", "description": "Train and evaluate DeepSeek-V4.1 models."}
+            if run
+            else {"exit_on_error": False}
+        ),
         auto_configure_optimizers=False,
         args=args,
         run=run,

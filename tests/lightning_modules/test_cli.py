@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_modules import commands, entry
 from lightning_modules.callbacks.checkpoint import find_checkpoint
 from lightning_modules.checkpoint_io import AtomicCheckpointIO
-from lightning_modules.cli import DeepseekV41CLI, main
+from lightning_modules.cli import DeepseekV41CLI, get_cli, main
 from lightning_modules.schedule import ScheduleConfig, learning_rate_factor
 from lightning_modules.task import DeepseekV41Task
 
@@ -412,6 +412,31 @@ def test_what_needs_no_model_is_answered_without_the_frameworks(words: list[str]
     assert "lightning_modules" in imported
     assert not imported & {"torch", "lightning", "transformers", "torchmetrics", "jsonargparse", "numpy"}
     assert re.search(expected, done.stdout if status == 0 else "\n".join(said))
+
+
+def test_the_configuration_of_a_run_opens_from_python(trained: Path) -> None:
+    saved = trained / "config.yaml"
+    config = yaml.safe_load(saved.read_text())
+    # What the run was resumed from, which may be gone, is no matter of who opens its configuration.
+    saved.write_text(yaml.safe_dump(config | {"ckpt_path": str(trained / "gone.ckpt")}))
+    cli = get_cli(["--config", str(saved)], run=False)
+    asked = {name: value for name, value in config["model"]["config"].items() if value is not None}
+    opened = cli.model.text_config.fields()
+    assert len(asked) > 40
+    assert {name: opened[name] for name in asked if name in opened} == {n: v for n, v in asked.items() if n in opened}
+    assert cli.trainer.max_steps == config["trainer"]["max_steps"] == 4
+    assert cli.config.ckpt_path == str(trained / "gone.ckpt")
+
+
+@pytest.mark.parametrize("option", ["--trainer.max_step", "--model.config.hidden_siz", "--model.optimizer.l"])
+def test_an_option_has_to_be_written_out(option: str, nano_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"{option.lstrip('-')}" in error_of(["fit", *nano_args, option, "1"], capsys)
+
+
+def test_from_python_what_does_not_parse_raises(nano_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="trainer.max_step"):
+        get_cli([*nano_args, "--trainer.max_step", "1"], run=False)
+    assert not capsys.readouterr().err
 
 
 def test_help_lists_the_subcommands_of_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
