@@ -7,6 +7,8 @@ import platform
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -121,6 +123,19 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Take a scheduler's SIGTERM like Ctrl-C, and leave the handler as it was: a notebook's process goes on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def ablate(path: Path, output: Path | None, jobs: int, only_plan: bool, stream: TextIO | None = None) -> int:
     """Run ``dsv41 ablate``.
 
@@ -153,9 +168,7 @@ def run_plan(plan: Plan, jobs: int, only_plan: bool, stream: TextIO) -> int:
     print(dry_run(plan), file=stream, flush=True)
     if only_plan:
         return 0
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _stop)
-    with alone(plan.study.output):
+    with alone(plan.study.output), _stopped_by_sigterm():
         try:
             print(file=stream)
             failed = run_all(plan.runs, jobs, Progress(plan, jobs, stream))

@@ -15,21 +15,35 @@ def _named(word: str) -> tuple[str | None, Path]:
     return (name, Path(path)) if equals and name and not Path(word).exists() else (None, Path(word))
 
 
-def compare(words: Sequence[str], base: str | None = None) -> str:
-    """What ``dsv41 compare RUN...`` prints.
+def records_of(words: Sequence[str]) -> list[Record]:
+    """Runs in or below directories, in the order given.
 
     Args:
         words: Directories of runs, or folders above them, each with an optional ``NAME=`` before it.
-        base: Variant that differences are to; None takes that of the first run.
 
     Raises:
         FileNotFoundError: No event files under a directory.
-        ValueError: A run has no validation loss, two have the same name and seed, or there is no such base.
+        ValueError: A run has no validation loss.
     """
     records: list[Record] = []
     for word in words:
         name, path = _named(word)
         records += [read_run(directory, name) for directory in run_directories(path)]
+    return records
+
+
+def compare(words: Sequence[str], base: str | None = None) -> str:
+    """What ``dsv41 compare RUN...`` prints.
+
+    Args:
+        words: As in `records_of`.
+        base: Variant that differences are to; None takes that of the first run.
+
+    Raises:
+        FileNotFoundError: As `records_of`.
+        ValueError: As `records_of`; two runs have the same name and seed, or there is no such base.
+    """
+    records = records_of(words)
     names = list(dict.fromkeys(record.variant for record in records))
     if base is None:
         base = names[0] if "base" not in names else "base"

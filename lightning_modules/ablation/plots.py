@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dsv41.files import written_whole
 from lightning_modules.ablation.curves import Record
 from lightning_modules.ablation.results import group
 from lightning_modules.ablation.statistics import interval, paired
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def draw(records: Sequence[Record], base: str, path: Path) -> None:
+    """Save `curves` as PNG.
+
+    Raises:
+        ImportError: As `curves`.
+    """
+    figure = curves(records, base)
+    with written_whole(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+
+
+def curves(records: Sequence[Record], base: str) -> Figure:
     """Validation loss by step, with a band from the lowest to the highest seed; beside it the paired difference to the
     base with its 95% interval.
 
@@ -53,5 +68,4 @@ def draw(records: Sequence[Record], base: str, path: Path) -> None:
     for axes in (left, right):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8)
-    with written_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=120)
+    return figure

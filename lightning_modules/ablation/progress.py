@@ -15,7 +15,8 @@ from lightning_modules.ablation.plan import Plan, Run
 from lightning_modules.ablation.running import Job, finished
 
 INTERVAL = 2.0  # seconds between looks at event files
-PARTS = 10  # lines per run in a file
+PARTS = 10  # lines per run in a file, at most
+PAUSE = 10.0  # seconds between two of them, at least
 
 
 def duration(seconds: float) -> str:
@@ -34,7 +35,8 @@ class _Watched:
         self.step = 0
         self.loss: float | None = None
         self.pace: float | None = None  # seconds per step
-        self.said = -1
+        self.said = 0  # parts
+        self.spoke = time.monotonic()
         self._reader: EventAccumulator | None = None
 
     def look(self) -> None:
@@ -119,8 +121,8 @@ class Progress:
             return
         for one in watched:
             part = one.step * PARTS // one.job.run.steps
-            if part > max(one.said, 0):
-                one.said = part
+            if part > one.said and time.monotonic() - one.spoke >= PAUSE:
+                one.said, one.spoke = part, time.monotonic()
                 self._say(f"{one.line()}; {total}")
 
     def total(self, watched: Sequence[_Watched], waiting: Sequence[Run]) -> str:

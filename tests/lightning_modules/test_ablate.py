@@ -32,7 +32,7 @@ from lightning_modules.ablation.ablate import ablate, collect, run_plan, write_a
 from lightning_modules.ablation.comparing import compare
 from lightning_modules.ablation.curves import MEMORY, RATE, scalars
 from lightning_modules.ablation.plan import Plan, Run, make_plan, runs_of
-from lightning_modules.ablation.progress import Progress, duration
+from lightning_modules.ablation.progress import PAUSE, Progress, duration
 from lightning_modules.ablation.running import Job, finished, run_all, steps_done
 from lightning_modules.ablation.study import read_study
 from lightning_modules.callbacks.peak_memory import peak_memory
@@ -416,12 +416,14 @@ def test_progress_is_redrawn_on_a_terminal_and_said_now_and_then_elsewhere(
         assert job.process is not None
         job.process.wait()
         progress.started(job)
-        for _ in range(3):
+        line, counts = "seed 0   step 4 of 4, loss", []
+        for seconds in (0.0, PAUSE, 0.0, PAUSE):
+            progress._watched[run.name].spoke -= seconds  # as if they had passed
             progress._next = 0
             progress.look([job], [waiting])
+            counts.append(stream.getvalue().count(line))
+        assert counts == ([1, 2, 3, 4] if stream.isatty() else [0, 1, 1, 1])
         out = stream.getvalue()
-        line = "seed 0   step 4 of 4, loss"
-        assert out.count(line) == (3 if stream.isatty() else 1)
         assert ("\x1b[2A\x1b[J" in out) == stream.isatty()
         assert f"3 of 4 runs finished, about {duration(4 * pace)} left" in out
     assert [duration(s) for s in (3.2, 90, 4000)] == ["3 s", "2 min", "1 h 07 min"]
