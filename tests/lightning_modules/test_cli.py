@@ -434,7 +434,7 @@ def test_an_option_has_to_be_written_out(option: str, nano_args: list[str], caps
 
 
 def test_from_python_what_does_not_parse_raises(nano_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="trainer.max_step"):
+    with pytest.raises(ValueError, match=r"trainer\.max_step"):
         get_cli([*nano_args, "--trainer.max_step", "1"], run=False)
     assert not capsys.readouterr().err
 
