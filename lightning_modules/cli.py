@@ -212,6 +212,11 @@ class DeepseekV41CLI(LightningCLI):
         return path
 
 
+def _no_advertisement(record: logging.LogRecord) -> bool:
+    """Lightning recommends a service at every start."""
+    return "litlogger" not in str(record.msg)
+
+
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
@@ -260,6 +265,7 @@ def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
     """
     for message in _EXPECTED:
         warnings.filterwarnings("ignore", message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
     return DeepseekV41CLI(
         model_class=DeepseekV41Task,
         datamodule_class=TextDataModule,
@@ -298,9 +304,6 @@ def main(args: list[str] | None = None) -> None:
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "litlogger" not in str(record.msg)  # an advertisement at every start
-    )
     try:
         get_cli(_with_pretrained(_with_saved_config(sys.argv[1:] if args is None else args)))
     except (ValueError, OSError, ImportError, MisconfigurationException) as error:

@@ -45,11 +45,11 @@ def gate_sums(gates: Tensor) -> Tensor:
     return torch.cat((sums, bins), dim=1)
 
 
-def readable(text: str) -> str:
-    """A token's text for an axis: white space made visible, cut if it is long."""
+def readable(text: str, longest: int | None = _LONGEST) -> str:
+    """A token's text for an axis: white space made visible, cut to `longest` characters; None shows all of it."""
     # The bar in the special tokens of DeepSeek is a full-width one, which fonts lack.
     shown = repr(text)[1:-1].replace(" ", "·").replace("｜", "|")
-    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
+    return shown if longest is None or len(shown) <= longest else f"{shown[: longest - 1]}…"
 
 
 def gate_picture(gates: Array, texts: list[str], layer: int) -> Figure:
@@ -79,6 +79,10 @@ class EngramGates(ValidationObserver):
 
     Raises:
         ValueError: `batches` is negative or `tokens` not positive.
+
+    Attributes:
+        piece: By layer, the gates [C, T] of the first live tokens that were seen.
+        piece_ids: Their token ids int64 [T].
     """
 
     def __init__(self, batches: int = 2, pictures: bool = True, tokens: int = 48) -> None:
@@ -89,12 +93,12 @@ class EngramGates(ValidationObserver):
         self.tokens = tokens
         self._sums: dict[int, Tensor] = {}
         self._given: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._piece: dict[int, Tensor] = {}
-        self._text = torch.empty(0, dtype=torch.int64)
+        self.piece: dict[int, Tensor] = {}
+        self.piece_ids = torch.empty(0, dtype=torch.int64)
 
     def listen(self, pl_module: L.LightningModule) -> None:
         """See the streams that reach a layer, and the keys that it makes of its rows."""
-        self._sums, self._given, self._piece = {}, {}, {}
+        self._sums, self._given, self.piece = {}, {}, {}
         for block in pl_module.modules():
             if isinstance(block, DeepseekV41Block) and block.engram is not None:
                 layer, engram = block.attn.layer_idx, block.engram
@@ -116,10 +120,10 @@ class EngramGates(ValidationObserver):
             gates = engram_gates(widen(hidden_states), key, engram.q_weight, engram.k_weight, engram.eps)
         live = torch.ones_like(gates[..., 0], dtype=torch.bool) if token_mask is None else token_mask
         self._sums[layer] += gate_sums(gates[live])
-        if layer not in self._piece:
+        if layer not in self.piece:
             # Of the first row, which on rank 0 is the first of the text. A copy, not a view that keeps all of them.
-            self._piece[layer] = gates[0][live[0]][: self.tokens].t().clone()
-            self._text = self.batch["input_ids"][0][live[0]][: self.tokens]
+            self.piece[layer] = gates[0][live[0]][: self.tokens].t().clone()
+            self.piece_ids = self.batch["input_ids"][0][live[0]][: self.tokens]
 
     def report(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the numbers of all ranks; draw what rank 0 has seen."""
@@ -143,9 +147,9 @@ class EngramGates(ValidationObserver):
         log(pl_module, "val/engram_gate_open", shares.mean())
         if self.pictures and drawing_boards(trainer):
             tokenizer = fast_backend(pl_module.tokenizer)  # type: ignore[arg-type]  # an Engram has one
-            texts = [tokenizer.decode([token], skip_special_tokens=False) for token in self._text.tolist()]
+            texts = [tokenizer.decode([token], skip_special_tokens=False) for token in self.piece_ids.tolist()]
             for layer in layers:
-                picture = gate_picture(self._piece[layer].float().cpu().numpy(), texts, layer)
+                picture = gate_picture(self.piece[layer].float().cpu().numpy(), texts, layer)
                 show(trainer, f"engram_gate/layer_{layer}", picture)
 
 

@@ -29,6 +29,30 @@ class Buckets(NamedTuple):
     colliding: int
 
 
+class Column(NamedTuple):
+    """A column of a layer's table.
+
+    Attributes:
+        name: ``layer_N_2gram_head_H``.
+        size: Of the n-grams that it holds.
+        buckets: Its rows.
+    """
+
+    name: str
+    size: int
+    buckets: int
+
+
+def columns_of(hashing: DeepseekV41NgramHash) -> list[Column]:
+    """Every column, layer by layer in the order of the rows."""
+    return [
+        Column(f"layer_{layer}_{back + 2}gram_head_{head}", back + 2, buckets)
+        for layer, sizes in zip(hashing.layer_ids, hashing.primes.tolist(), strict=True)
+        for back, heads in enumerate(sizes)
+        for head, buckets in enumerate(heads)
+    ]
+
+
 def numbered(ngrams: Tensor) -> list[Tensor]:
     """Numbers for the n-grams of every size: the same for the same n-gram, 0 up to the number of different ones.
 
@@ -57,6 +81,22 @@ def fill_of(number: Tensor, rows: Tensor) -> Buckets:
     bucket = rows.new_zeros(int(number.max()) + 1).scatter_(0, number, rows)  # equal n-grams have equal rows
     load = bucket.unique(return_counts=True)[1]
     return Buckets(len(bucket), int(load.max()), int(load[load > 1].sum()))
+
+
+def fills_of(hashing: DeepseekV41NgramHash, ngrams: Tensor, rows: Tensor) -> list[tuple[Column, Buckets]]:
+    """`fill_of` every column.
+
+    Args:
+        hashing: Gives the columns.
+        ngrams: Compressed ids int64 [T, N] of T > 0 tokens, the newest first.
+        rows: Where they are hashed to, int64 [T, layers, columns].
+    """
+    numbers = numbered(ngrams)
+    columns = columns_of(hashing)
+    return [
+        (column, fill_of(numbers[column.size - 2], where))
+        for column, where in zip(columns, rows.flatten(1).unbind(1), strict=True)
+    ]
 
 
 def chance_of_collision(distinct: int, buckets: int) -> float:
@@ -102,7 +142,7 @@ class EngramMemory(ValidationObserver):
             return
         ngrams, rows = self._of_all_ranks(trainer, self._hash)
         if len(ngrams):
-            self._report_buckets(trainer, pl_module, self._hash, ngrams, rows)
+            self._report_buckets(trainer, pl_module, fills_of(self._hash, ngrams, rows))
         if trainer.state.fn == TrainerFn.FITTING:
             self._report_rows(trainer, pl_module, self._hash)
 
@@ -121,29 +161,21 @@ class EngramMemory(ValidationObserver):
         return torch.cat(ngrams), torch.cat(rows)
 
     def _report_buckets(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        hashing: DeepseekV41NgramHash,
-        ngrams: Tensor,
-        rows: Tensor,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, fills: list[tuple[Column, Buckets]]
     ) -> None:
         shares, chances, details = [], [], dict[str, float]()
-        numbers = numbered(ngrams)
-        for index, (name, size, buckets) in enumerate(_columns(hashing)):
-            layer, column = divmod(index, rows.shape[2])
-            found = fill_of(numbers[size - 2], rows[:, layer, column])
+        for column, found in fills:
             shares.append(found.colliding / found.distinct)
-            chances.append(chance_of_collision(found.distinct, buckets))
-            details[f"engram_load/{name}"] = found.distinct / buckets
-            details[f"engram_fullest/{name}"] = found.fullest
-            details[f"engram_collisions/{name}"] = shares[-1]
+            chances.append(chance_of_collision(found.distinct, column.buckets))
+            details[f"engram_load/{column.name}"] = found.distinct / column.buckets
+            details[f"engram_fullest/{column.name}"] = found.fullest
+            details[f"engram_collisions/{column.name}"] = shares[-1]
         log_details(trainer, details)
         log(pl_module, "val/engram_collisions", sum(shares) / len(shares))
         log(pl_module, "val/engram_collisions_chance", sum(chances) / len(chances))
 
     def _report_rows(self, trainer: L.Trainer, pl_module: L.LightningModule, hashing: DeepseekV41NgramHash) -> None:
-        columns = _columns(hashing)
+        columns = columns_of(hashing)
         used = torch.zeros(len(columns) + 1, dtype=torch.float64, device=pl_module.device)
         counted = used[-1]  # tables whose rows are counted
         engrams = [m.engram for m in pl_module.modules() if isinstance(m, DeepseekV41Block) and m.engram is not None]
@@ -158,7 +190,7 @@ class EngramMemory(ValidationObserver):
                 hit = local[:, 0] > 0
                 for column, begin in enumerate(begins[layer]):
                     index = layer * len(begins[layer]) + column
-                    end = begin + columns[index][2]
+                    end = begin + columns[index].buckets
                     used[index] += hit[max(begin - first, 0) : max(end - first, 0)].sum()
         used = over_ranks(trainer, used)
         if used[-1] == 0:
@@ -168,13 +200,3 @@ class EngramMemory(ValidationObserver):
             {f"engram_rows_used/{name}": used[i] / buckets for i, (name, _, buckets) in enumerate(columns)},
         )
         log(pl_module, "val/engram_rows_used", used[:-1].sum() / sum(buckets for _, _, buckets in columns))
-
-
-def _columns(hashing: DeepseekV41NgramHash) -> list[tuple[str, int, int]]:
-    """Name, size of n-grams and number of buckets of every column, layer by layer in the order of the rows."""
-    return [
-        (f"layer_{layer}_{back + 2}gram_head_{head}", back + 2, buckets)
-        for layer, sizes in zip(hashing.layer_ids, hashing.primes.tolist(), strict=True)
-        for back, heads in enumerate(sizes)
-        for head, buckets in enumerate(heads)
-    ]

@@ -18,13 +18,32 @@ _KEPT, _EVEN, _BEST, _QUERIES = range(4)
 
 
 @torch.no_grad()
+def visible_mass(core: AttentionCore, q: Tensor, kv: Tensor, compressed: Tensor, token_mask: Tensor) -> Tensor:
+    """What each compressed position would be worth to a query that attended to all it can see.
+
+    Args:
+        core: Attends.
+        q, kv, compressed, token_mask: See `AttentionCore.forward`.
+
+    Returns:
+        float64 [B, S, T], the attention's probability summed over heads; zero where invisible and at padding.
+    """
+    positions = compressed.shape[1]
+    visible = visible_positions(q.shape[1], positions, core.ratio, q.device)
+    everything = torch.arange(positions, device=q.device).masked_fill(~visible, -1).expand(len(q), -1, -1)
+    mass = core.forward(q, kv, compressed, everything, token_mask, with_mass=True)[1]
+    assert mass is not None
+    return mass.double()
+
+
+@torch.no_grad()
 def selection_recall(
     core: AttentionCore, q: Tensor, kv: Tensor, compressed: Tensor, selection: Tensor, token_mask: Tensor
 ) -> Tensor:
     """Sums over queries of the share of attention mass on compressed positions that lies in the selection.
 
-    The mass is that of the same queries and keys if all visible positions were attended, summed over heads. Live
-    queries that see more positions than they select take part; the others have no choice.
+    The mass is `visible_mass`. Live queries that see more positions than they select take part; the others have no
+    choice.
 
     Args:
         core: Attends.
@@ -36,13 +55,10 @@ def selection_recall(
         number of queries.
     """
     positions = compressed.shape[1]
-    visible = visible_positions(q.shape[1], positions, core.ratio, q.device)
-    everything = torch.arange(positions, device=q.device).masked_fill(~visible, -1).expand(len(q), -1, -1)
-    mass = core.forward(q, kv, compressed, everything, token_mask, with_mass=True)[1]
-    assert mass is not None
-    mass = mass.double()
+    mass = visible_mass(core, q, kv, compressed, token_mask)
     chosen = selection >= 0
-    count, seen, total = chosen.sum(-1), visible.sum(-1).expand(len(q), -1), mass.sum(-1)
+    seen = visible_positions(q.shape[1], positions, core.ratio, q.device).sum(-1).expand(len(q), -1)
+    count, total = chosen.sum(-1), mass.sum(-1)
     taking_part = (seen > count) & (total > 0)  # padding has no mass
     kept = mass.gather(-1, selection.clamp_min(0)).masked_fill(~chosen, 0.0).sum(-1)
     # Of the heaviest, as many as the query selects.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as L
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FORWARD, _BACKWARD = range(2)
+
+
+def mixing_sites(model: nn.Module) -> list[tuple[str, HyperConnection]]:
+    """The sites of a model that mix streams, in their order: ``layer_N_attention``, ``layer_N_experts``."""
+    return [
+        (f"layer_{block.attn.layer_idx}_{kind}", site)
+        for block in model.modules()
+        if isinstance(block, DeepseekV41Block)
+        for kind, site in (("attention", block.attn_hc), ("experts", block.ffn_hc))
+        if isinstance(site, HyperConnection)
+    ]
 
 
 def composite_gains(product: Tensor) -> Tensor:
@@ -39,7 +50,7 @@ def sinkhorn_residual(comb: Tensor) -> Tensor:
     return torch.maximum((comb.sum(-1) - 1).abs().amax(), (comb.sum(-2) - 1).abs().amax())
 
 
-def comb_picture(combs: Array) -> Figure:
+def comb_picture(combs: Array, title: str = "mixing of streams, mean over tokens") -> Figure:
     """Mean mixing matrices [2 * layers, C_in, C_out]: above those of attention, below those of experts."""
     layers, streams = len(combs) // 2, combs.shape[-1]
     # One image: a panel for each would take four times as long to draw.
@@ -47,7 +58,7 @@ def comb_picture(combs: Array) -> Figure:
     tiled[:, :streams, :, :streams] = combs.reshape(layers, 2, streams, streams).transpose(1, 2, 0, 3)
     tiled = tiled.reshape(2 * (streams + 1), layers * (streams + 1))[:-1, :-1]
     width = min(15.0, 1.2 + 0.14 * tiled.shape[1])
-    figure, axes = new_axes(width, 0.14 * tiled.shape[0], "mixing of streams, mean over tokens", left=0.9, bottom=0.6)
+    figure, axes = new_axes(width, 0.14 * tiled.shape[0], title, left=0.9, bottom=0.6)
     # Doubly stochastic matrices lie in 0 to 1; others show how far they leave that.
     image = heat_map(axes, tiled, [], [], min(0.0, float(combs.min())), max(1.0, float(combs.max())))
     middle = (streams - 1) / 2
@@ -100,16 +111,11 @@ class StreamMixers(ValidationObserver):
 
     def listen(self, pl_module: L.LightningModule) -> None:
         """See the matrices of every site."""
-        self._sites = []
-        streams = 0
-        for block in pl_module.modules():
-            if not isinstance(block, DeepseekV41Block):
-                continue
-            for kind, site in (("attention", block.attn_hc), ("experts", block.ffn_hc)):
-                if isinstance(site, HyperConnection):
-                    self.after(site, partial(self._add, len(self._sites)))
-                    self._sites.append(f"layer_{block.attn.layer_idx}_{kind}")
-                    streams = site.streams
+        sites = mixing_sites(pl_module)
+        self._sites = [name for name, _ in sites]
+        for index, (_, site) in enumerate(sites):
+            self.after(site, partial(self._add, index))
+        streams = sites[0][1].streams if sites else 0
         shape: dict[str, Any] = {"dtype": torch.float64, "device": pl_module.device}
         self._product = torch.empty(0)
         self._tokens = torch.zeros((), **shape)

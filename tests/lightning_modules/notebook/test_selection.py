@@ -1,0 +1,320 @@
+"""Mass, recall, texts and savings of a selection, against loops and counts by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
+from lightning_modules.budget import named_parameters
+from lightning_modules.callbacks.indexer_recall import selection_recall
+from lightning_modules.callbacks.pictures import pixels
+from lightning_modules.notebook.selection import (
+    Mass,
+    Recall,
+    Saving,
+    mass_picture,
+    masses,
+    positions_read,
+    positions_table,
+    recalls,
+    recalls_table,
+    saving,
+    savings,
+    savings_table,
+    without_sharing,
+)
+from lightning_modules.notebook.tour import Attended, LayerPlan, attended
+
+MakeModel = Callable[..., DeepseekV41ForCausalLM]
+MakeConfig = Callable[..., DeepseekV41Config]
+Batch = dict[str, Tensor]
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+LENGTH, LIVE = 30, 21  # of the first row, and the second's tokens without padding
+SELECTING = (1, 3, 4, 5)
+
+
+@pytest.fixture
+def batch() -> Batch:
+    ids = torch.randint(3, 500, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, LIVE:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture
+def seen(tiny_model: MakeModel, batch: Batch) -> list[Attended]:
+    """Of weights that attend unevenly."""
+    model = tiny_model()
+    generator = torch.Generator().manual_seed(12)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".attn." in name and parameter.dim() == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 2 * parameter.shape[1] ** -0.5)
+            elif name.endswith("attn_sink"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return attended(model, batch)
+
+
+# ------------------------------------------------------------------ what is selected
+
+
+def share_by_hand(one: Attended, row: int, query: int) -> list[float]:
+    """Of the mass on all visible compressed positions, summed over heads, what each has."""
+    assert one.compressed is not None
+    q, kv, far = (x[row].double() for x in (one.q, one.kv, one.compressed))
+    scale, window = q.shape[-1] ** -0.5, one.core.window
+    assert window is not None
+    visible = (query + 1) // one.plan.ratio
+    mass = [0.0] * visible
+    for head in range(q.shape[1]):
+        first = max(0, query - window + 1)
+        near = sum(math.exp(scale * float(q[query, head] @ kv[t])) for t in range(first, query + 1))
+        each = [math.exp(scale * float(q[query, head] @ far[t])) for t in range(visible)]
+        whole = near + sum(each) + math.exp(float(one.core.attn_sink.detach()[head]))
+        mass = [total + part / whole for total, part in zip(mass, each, strict=True)]
+    return [part / sum(mass) for part in mass]
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_shares_equal_a_loop_over_heads_and_positions(seen: list[Attended], row: int) -> None:
+    found = masses(seen, row)
+    assert tuple(mass.plan.layer for mass in found) == SELECTING
+    for mass in found:
+        one, ratio = seen[mass.plan.layer], mass.plan.ratio
+        assert mass.share.dtype == torch.float64
+        assert mass.share.shape == mass.selected.shape == (LENGTH, LENGTH // ratio)
+        assert one.selection is not None
+        for query in (0, 1, 9, 20, 29):
+            chosen = [at for at in one.selection[row, query].tolist() if at >= 0]
+            assert mass.selected[query].nonzero()[:, 0].tolist() == chosen
+            visible = (query + 1) // ratio
+            if visible == 0 or (row == 1 and query >= LIVE):
+                assert not mass.share[query].any()
+                continue
+            assert mass.share[query, :visible].tolist() == pytest.approx(share_by_hand(one, row, query), rel=1e-5)
+            assert not mass.share[query, visible:].any()
+            assert float(mass.share[query].sum()) == pytest.approx(1.0)
+
+
+def test_recalls_are_means_over_queries_that_have_a_choice(seen: list[Attended]) -> None:
+    shares = [masses(seen, row) for row in range(2)]
+    found = recalls(seen)
+    assert tuple(row.plan.layer for row in found) == SELECTING
+    for place, recall in enumerate(found):
+        kept, chance, best = [], [], []
+        for row, live in ((0, LENGTH), (1, LIVE)):
+            mass = shares[row][place]
+            for query in range(live):
+                count, visible = int(mass.selected[query].sum()), (query + 1) // mass.plan.ratio
+                if visible > count:
+                    kept.append(float(mass.share[query][mass.selected[query]].sum()))
+                    chance.append(count / visible)
+                    best.append(float(mass.share[query].sort(descending=True).values[:count].sum()))
+        assert recall.queries == len(kept) > 20
+        for value, expected in ((recall.kept, kept), (recall.chance, chance), (recall.best, best)):
+            assert value == pytest.approx(sum(expected) / len(expected))
+        assert 0 < recall.kept < recall.best
+        one = seen[recall.plan.layer]
+        assert one.compressed is not None
+        assert one.selection is not None
+        sums = selection_recall(one.core, one.q, one.kv, one.compressed, one.selection, one.token_mask)
+        assert recall.kept == float(sums[0] / sums[3])
+    lines = recalls_table(found[:1]).splitlines()
+    plan = LayerPlan(3, 2, "Reindex", 1, 1, 3)
+    assert recalls_table([Recall(plan, 0.5, 0.25, 0.75, 1234)]).splitlines() == [
+        *lines[:2],
+        "| 3, Reindex | 2 | 0.500 | 0.250 | 0.750 | 1,234 |",
+    ]
+
+
+def test_layers_without_a_choice_or_a_selection(tiny_model: MakeModel, batch: Batch) -> None:
+    everything = attended(tiny_model(index_topk=15, candidate_topk_blocks=15), batch)
+    assert [row.plan.layer for row in recalls(everything)] == [4, 5]
+    assert [mass.plan.layer for mass in masses(everything)] == [1, 3, 4, 5]
+    window = attended(tiny_model(attention="window"), batch)
+    for look in (masses, recalls):
+        with pytest.raises(ValueError, match=r"^model\.config\.index_source_layer_ids: no layer of this model selects"):
+            look(window)
+
+
+def test_the_picture_of_mass_marks_the_selection(seen: list[Attended]) -> None:
+    found = masses(seen)
+    figure = mass_picture(found, first=14, count=10)
+    panels = figure.axes[: len(found)]
+    for axes, mass in zip(panels, found, strict=True):
+        positions = 24 // mass.plan.ratio
+        drawn = np.ma.filled(axes.images[0].get_array(), np.nan)
+        assert drawn.shape == (10, positions)
+        for query in range(14, 24):
+            visible = (query + 1) // mass.plan.ratio
+            expected = mass.share[query, :visible] * visible
+            assert drawn[query - 14, :visible].tolist() == pytest.approx(expected.tolist())
+            assert np.isnan(drawn[query - 14, visible:]).all()
+        dots = {tuple(dot) for dot in np.asarray(axes.collections[0].get_offsets()).astype(int).tolist()}
+        assert dots == {(at, 14 + query) for query, at in mass.selected[14:24].nonzero().tolist()}
+        # Queries and positions stand where the axes say.
+        assert axes.images[0].get_extent() == [-0.5, positions - 0.5, 23.5, 13.5]
+        low, high = axes.images[0].get_clim()
+        assert low * high == pytest.approx(1.0), "white is an even spread"
+        assert high > 1.1
+        assert f"layer {mass.plan.layer}, {mass.plan.role}" in axes.get_title()
+    assert pixels(figure).std() > 0
+
+
+def test_queries_that_are_not_there(seen: list[Attended]) -> None:
+    found = masses(seen)
+    with pytest.raises(ValueError, match=r"^first: must lie in 0\.\.29, got 30$"):
+        mass_picture(found, first=30)
+    with pytest.raises(ValueError, match=r"^count: must lie in 1\.\.10, got 11$"):
+        mass_picture(found, first=20, count=11)
+    with pytest.raises(ValueError, match=r"^count: must lie in 1\.\.10, got 0$"):
+        mass_picture(found, first=20, count=0)
+    with pytest.raises(ValueError, match=r"^count: the queries 0\.\.0 see no compressed position yet"):
+        mass_picture(found, first=0, count=1)
+    with pytest.raises(ValueError, match=r"^query: must lie in 0\.\.29, got -1$"):
+        positions_read(found[0], -1, ["a"] * LENGTH)
+    with pytest.raises(ValueError, match=r"^texts: must be those of the row's 30 tokens, got 29$"):
+        positions_read(found[0], 3, ["a"] * (LENGTH - 1))
+    with pytest.raises(ValueError, match=r"^row: must lie in 0\.\.1, got 2$"):
+        masses(seen, 2)
+
+
+TEXTS = ["def", " f", "(", "|x|", "``", ")", ":", "\n", "  ", "#"]
+
+
+def example() -> Mass:
+    """Query 7 sees four positions of two tokens each, and selects three of them."""
+    share, selected = torch.zeros(10, 5, dtype=torch.float64), torch.zeros(10, 5, dtype=torch.bool)
+    share[7, :4] = torch.tensor([0.1, 0.5, 0.15, 0.25])
+    selected[7, [0, 1, 3]] = True
+    return Mass(LayerPlan(3, 2, "Reindex", 1, 1, 3), share, selected)
+
+
+def test_texts_are_those_of_the_tokens_behind_a_position() -> None:
+    read = positions_read(example(), 7, TEXTS)
+    assert [(one.position, one.text) for one in read] == [(1, "(|x|"), (3, ":\n"), (0, "def f")]
+    assert [one.share for one in read] == pytest.approx([0.5, 0.25, 0.1])
+    assert positions_read(example(), 0, TEXTS) == []
+
+
+def test_the_table_of_texts_shows_any_text_as_it_is() -> None:
+    lines = positions_table(example(), 7, TEXTS).splitlines()
+    assert lines[0] == "Layer 3, Reindex, ratio 2: query 7 is `\\n`, after ``` def·f(|x|``): ```."
+    assert lines[4:] == [
+        "| 1 | `(\\|x\\|` | 50.0% | 2.00 |",
+        "| 3 | `:\\n` | 25.0% | 1.00 |",
+        "| 0 | `def·f` | 10.0% | 0.40 |",
+        "| all 3 selected of 4 | | 85.0% | 1.13 |",
+    ]
+    few = positions_table(example(), 7, TEXTS, most=1).splitlines()
+    assert few == [*lines[:5], lines[-1]]
+    assert positions_table(example(), 0, TEXTS).splitlines()[4:] == ["| all 0 selected of 0 | | 0.0% |  |"]
+
+
+# ------------------------------------------------------------------ what sharing saves
+
+
+def make_config(**changes: Any) -> DeepseekV41TextConfig:
+    """Layers: 0 window; ratio 2: 1 Full, 2 Reuse, 3 Reindex; ratio 1: 4 Full, with the pool, 5 Reindex."""
+    raw = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())["model"]["config"]
+    raw |= {"vocab_size": 100, "engram_layer_ids": [], "engram_num_embeddings": None}
+    raw |= {"sliding_window": 4, "index_topk": 5, "candidate_topk_blocks": 2, "candidate_block_size": 4}
+    return DeepseekV41TextConfig(**raw | changes)
+
+
+def test_savings_equal_counts_by_hand() -> None:
+    config = make_config()
+    shared, own, dense = savings(config, [3, 21])
+    # head_dim and index_head_dim are 32: FP8 takes 32 bytes and a scale; FP4 keys 16 bytes and two scales; FP4 index
+    # keys 16 bytes and a scale.
+    raw, position = 33, 18 + 17
+    # Positions of ratio 2 and 1 after 21 tokens: 10 and 21. Windows hold 4 tokens.
+    assert shared.cache_bytes == {3: 6 * 3 * raw + (1 + 3) * position, 21: 6 * 4 * raw + (10 + 21) * position}
+    assert own.cache_bytes == {3: 6 * 3 * raw + (3 + 6) * position, 21: 6 * 4 * raw + (3 * 10 + 2 * 21) * position}
+    assert dense.cache_bytes == {3: 6 * 3 * raw, 21: 6 * 21 * raw}
+    assert shared.token_bytes == 1.5 * position
+    assert own.token_bytes == 3.5 * position
+    assert dense.token_bytes == 6 * raw
+    # Query 21 scores 10 positions in layers 1 and 3, 21 in layer 4; in layer 5 the newest block, which has one
+    # position so far, and one whole block of four.
+    assert shared.keys_scored == {3: 1 + 1 + 3 + 3, 21: 10 + 10 + 21 + 5}
+    assert own.keys_scored == {3: 1 + 1 + 1 + 3 + 3, 21: 10 + 10 + 10 + 21 + 5}
+    assert dense.keys_scored == {3: 0, 21: 0}
+    assert shared.keys_read == {3: 6 * 3 + 3 * 1 + 2 * 3, 21: 6 * 4 + 5 * 5}
+    assert own.keys_read == shared.keys_read
+    assert dense.keys_read == {3: 18, 21: 126}
+    # An owner of keys has a compressor, two matrices of 128 x 32 with ratio 2, one with ratio 1, and a norm. An indexer
+    # has queries, 64 x 4 x 32, and weights, 128 x 4; and a matrix 32 x 32 and a norm where it makes keys.
+    pooled, plain, queries, keys = 2 * 128 * 32 + 32, 128 * 32 + 32, 64 * 128 + 128 * 4, 32 * 32 + 32
+    assert own.parameters - shared.parameters == 2 * pooled + plain + queries + 3 * keys
+    assert shared.parameters - dense.parameters == pooled + plain + 4 * queries + 2 * keys
+    for one in (shared, own, dense):
+        assert one.parameters - one.attention_parameters == shared.parameters - shared.attention_parameters
+    assert shared.parameters == sum(parameter.numel() for parameter in named_parameters(config).values())
+    # Six operations for each weight and token, but four for an indexer that learns, whose inputs have no gradient.
+    # Layers 2 and 3 pool the 20 tokens of whole groups with two matrices, layer 5 all 21 with one.
+    groups = 6 * (2 * 2 * 20 * 128 * 32 + 21 * 128 * 32)
+    projected = 4 * (21 * queries + (2 * 10 + 21) * 32 * 32)
+    # Layer 2 scores what it sees, and learns from what it has selected.
+    per_score = 4 * 33
+    visible = [(s + 1) // 2 for s in range(21)]
+    scores = 2 * sum(visible) * per_score + 4 * sum(min(seen, 5) for seen in visible) * per_score
+    assert (own.flops[21] - shared.flops[21]) * 21 == pytest.approx(groups + projected + scores)
+
+
+def test_a_position_of_odd_width_has_a_whole_byte_and_a_scale_for_its_last_group() -> None:
+    one = saving("odd", make_config(head_dim=34, index_head_dim=33), [8])
+    raw, compressed, index = 34 + 2, 17 + 3, 17 + 2
+    assert one.cache_bytes == {8: 6 * 4 * raw + (4 + 8) * (compressed + index)}
+
+
+def test_without_sharing_is_the_overlay() -> None:
+    tiny = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())["model"]["config"]
+    overlay = yaml.safe_load((CONFIGS / "overlays" / "no_sharing.yaml").read_text())["model"]["config"]
+    assert without_sharing(DeepseekV41TextConfig(**tiny)).fields() == DeepseekV41TextConfig(**tiny | overlay).fields()
+    release = without_sharing(DeepseekV41TextConfig())
+    assert release.kv_source_layer_ids == release.index_source_layer_ids == list(range(2, 40))
+    # A prefix of a model may keep a candidate source that lies beyond it.
+    prefix = without_sharing(DeepseekV41TextConfig(**tiny | {"num_hidden_layers": 3}))
+    assert prefix.kv_source_layer_ids == [1, 2, 3, 4, 5]
+
+
+def test_what_has_no_formats_or_nothing_to_share_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^quantized_caches: must be true"):
+        savings(make_config(quantized_caches=False), [8])
+    with pytest.raises(ValueError, match=r"^attention: must be 'csa2' to share anything, got 'window'$"):
+        savings(make_config(attention="window"), [8])
+    with pytest.raises(ValueError, match=r"^length: must lie in 1\.\.1024"):
+        savings(make_config(), [1025])
+
+
+def test_the_table_of_savings_has_a_column_for_each() -> None:
+    rows = [
+        Saving("one", 5_000_000, 2_000, {8: 1e6, 64: 2e6}, 52.5, {8: 900, 64: 1000}, {8: 24, 64: 1024}, {8: 7, 64: 9}),
+        Saving("two", 6_000_000, 3_000, {8: 3e6, 64: 4e6}, 198, {8: 90, 64: 12_000}, {8: 48, 64: 2048}, {8: 0, 64: 1}),
+    ]
+    assert savings_table(rows).splitlines() == [
+        "| | one | two |",
+        "|---|---:|---:|",
+        "| parameters | 5.0 M | 6.0 M |",
+        "| parameters of attention and indexers | 2.0 k | 3.0 k |",
+        "| training FLOPs per token, 8 tokens | 1.0 M | 3.0 M |",
+        "| training FLOPs per token, 64 tokens | 2.0 M | 4.0 M |",
+        "| bytes that a token adds to a cache | 52 | 198 |",
+        "| cache of 8 tokens | 900 B | 90 B |",
+        "| cache of 64 tokens | 1.0 kB | 12.0 kB |",
+        "| keys read by query 8 | 24 | 48 |",
+        "| index keys scored by query 8 | 7 | 0 |",
+        "| keys read by query 64 | 1,024 | 2,048 |",
+        "| index keys scored by query 64 | 9 | 1 |",
+    ]
