@@ -65,6 +65,10 @@ NANO = {
         "test_fraction": 0.2,
     },
     "checkpoint": {"every_n_steps": 3},
+    # Drawing takes longer than such a run; test_looking_inside.py has the pictures.
+    "engram_gates": {"pictures": False},
+    "stream_mixers": {"pictures": False},
+    "expert_load": {"pictures": False},
     "trainer": {
         "accelerator": "cpu",
         "devices": 1,
