@@ -27,12 +27,14 @@ from lightning_modules.callbacks import stream_mixers as mixers_file
 from lightning_modules.callbacks.observer import ValidationObserver
 from lightning_modules.callbacks.pictures import pixels
 from lightning_modules.cli import DeepseekV41CLI
+from lightning_modules.inspecting import Parsed
 from lightning_modules.task import DeepseekV41Task
 
 MakeConfig = Callable[..., DeepseekV41Config]
 Batch = dict[str, Tensor]
 OBSERVERS = (EngramGates, EngramMemory, StreamMixers, ExpertLoad)
 NO_PICTURES = [f"--{name}.pictures=false" for name in ("engram_gates", "stream_mixers", "expert_load")]
+PICTURES = [option.replace("false", "true") for option in NO_PICTURES]  # the smallest run has none
 ENGRAM_LAYERS, STREAMS, LAYERS, EXPERTS = (1, 3), 4, 6, 8  # of the golden-tiny model
 
 
@@ -469,8 +471,7 @@ IMAGES = {"engram_gate/layer_1", "engram_gate/layer_3", "mixers/comb", "mixers/g
 def test_everything_is_in_tensorboard_at_the_step_of_the_loss(
     nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path
 ) -> None:
-    """As the command line has it, without an option."""
-    fitted(nano_cli("--trainer.num_sanity_val_steps", "1"))
+    fitted(nano_cli("--trainer.num_sanity_val_steps", "1", *PICTURES))
     events = EventAccumulator(
         str(tmp_path / "runs" / "nano" / "version_0"), size_guidance={"images": 0, "histograms": 0}
     )
@@ -486,6 +487,11 @@ def test_everything_is_in_tensorboard_at_the_step_of_the_loss(
     for tag in tags["images"]:
         assert [event.step for event in events.Images(tag)] == steps, tag
     assert [event.step for event in events.Histograms("engram_gate/layer_1_stream_0")] == steps
+
+
+def test_pictures_are_drawn_without_an_option() -> None:
+    config = Parsed(["--config", str(Path(__file__).parents[2] / "configs" / "tiny.yaml")]).config
+    assert [config[name].pictures for name in ("engram_gates", "stream_mixers", "expert_load")] == [True] * 3
 
 
 def test_options_switch_each_of_them_off(nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path) -> None:
@@ -528,7 +534,7 @@ def test_looking_changes_no_bit_of_a_training_that_recomputes(
 ) -> None:
     recompute = ("--model.backend.gradient_checkpointing", "true", "--trainer.max_steps", "3")
     off = [f"--{name}.batches=0" for name in ("engram_gates", "engram_memory", "stream_mixers", "expert_load")]
-    looked_at, alone = fitted(nano_cli(*recompute)), fitted(nano_cli(*recompute, *off))
+    looked_at, alone = fitted(nano_cli(*recompute, *PICTURES)), fitted(nano_cli(*recompute, *off))
     ours, theirs = looked_at.state_dict(), alone.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
