@@ -170,7 +170,10 @@ def main() -> None:
     clock = LoopClock(options.warm_up)
     with tempfile.TemporaryDirectory() as folder:
         limits = ["--trainer.max_steps", str(options.warm_up + options.steps)]
-        cli = get_cli([*rest, *limits, "--trainer.logger.init_args.save_dir", folder], run=False)
+        try:
+            cli = get_cli([*rest, *limits, "--trainer.logger.init_args.save_dir", folder], run=False)
+        except ValueError as error:
+            parser.error(str(error))
         cli.trainer.profiler = clock
         cli.trainer.callbacks.append(MoreBoundaries(clock))
         cli.trainer.fit(cli.model, cli.datamodule)
