@@ -62,11 +62,20 @@ class Interval:
     count: int
 
 
+def half_width(spread: float, count: int) -> float:
+    """Half of Student's 95% interval of a mean.
+
+    Args:
+        spread: Standard deviation of the values.
+        count: Their number, at least 2.
+    """
+    return t_quantile(count - 1) * spread / math.sqrt(count)
+
+
 def interval(values: Sequence[float]) -> Interval:
     """Mean and Student's 95% confidence interval of at least one value."""
-    count = len(values)
-    half = t_quantile(count - 1) * stdev(values) / math.sqrt(count) if count > 1 else None
-    return Interval(fmean(values), half, count)
+    half = half_width(stdev(values), len(values)) if len(values) > 1 else None
+    return Interval(fmean(values), half, len(values))
 
 
 def paired(values: dict[int, float], base: dict[int, float]) -> Interval | None:

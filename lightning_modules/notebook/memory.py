@@ -189,7 +189,7 @@ def gates_of(cli: DeepseekV41CLI, batch: Mapping[str, Tensor], tokens: int = 48)
     observer.on_validation_start(cli.trainer, cli.model)
     observer.on_validation_batch_start(cli.trainer, cli.model, batch, 0)
     try:
-        _forward(cli, batch)
+        watch(cli.model.built, batch, [])  # the observer has its own hooks
     finally:
         observer.on_validation_end(cli.trainer, cli.model)
     if not observer.piece:
@@ -293,12 +293,6 @@ def _gated_layer(cli: DeepseekV41CLI, layer: int) -> DeepseekV41Engram:
     if isinstance(block.engram, OpenEngram):
         raise ValueError("model.config.engram_gate: must be 'learned' for a gate to compile, got 'open'")
     return block.engram
-
-
-def _forward(cli: DeepseekV41CLI, batch: Mapping[str, Tensor]) -> None:
-    """For what hooks see."""
-    with torch.no_grad():
-        cli.model.built(batch["input_ids"], attention_mask=batch["attention_mask"], logits_to_keep=1)
 
 
 def _given_to(

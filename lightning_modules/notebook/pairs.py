@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_modules.ablation.curves import Record
 from lightning_modules.ablation.results import group
-from lightning_modules.ablation.statistics import interval, t_quantile
+from lightning_modules.ablation.statistics import half_width, interval, t_quantile
 from lightning_modules.callbacks.pictures import new_axes
 
 if TYPE_CHECKING:
@@ -52,18 +52,8 @@ def pairs_of(records: Sequence[Record], base: str, variant: str) -> list[Pair]:
     return sorted(pairs)
 
 
-def half_width(spread: float, seeds: int) -> float:
-    """Half of Student's 95% interval of a mean of paired differences.
-
-    Args:
-        spread: Standard deviation of a difference over seeds.
-        seeds: At least 2.
-    """
-    return t_quantile(seeds - 1) * spread / math.sqrt(seeds)
-
-
 def unpaired_half_width(base_spread: float, variant_spread: float, seeds: int) -> float:
-    """Likewise if the runs of base and variant were not paired: of the difference of two means, equal variances.
+    """`half_width` if the runs of base and variant were not paired: of the difference of two means, equal variances.
 
     Args:
         base_spread: Standard deviation of the base's loss over seeds.

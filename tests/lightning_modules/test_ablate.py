@@ -395,6 +395,22 @@ def test_kill_9_of_all_changes_no_number(
     )
 
 
+def test_sigterm_is_ctrl_c_while_runs_train_and_nothing_else_after(
+    study: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, meanwhile = signal.getsignal(signal.SIGTERM), []
+
+    def interrupted(*_: Any) -> list[str]:
+        meanwhile.append(signal.getsignal(signal.SIGTERM))
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr("lightning_modules.ablation.ablate.run_all", interrupted)
+    assert run_plan(study, 1, False, io.StringIO()) == 130
+    assert meanwhile != [before]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 # ---------------------------------------------------------------- progress
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from lightning_modules.ablation.curves import Record
-from lightning_modules.ablation.statistics import interval
+from lightning_modules.ablation.statistics import half_width, interval
 from lightning_modules.notebook.pairs import (
     Pair,
-    half_width,
     pairs_of,
     pairs_picture,
     pairs_table,

@@ -44,14 +44,6 @@ SELECTING = (1, 3, 4, 5)
 
 
 @pytest.fixture
-def batch() -> Batch:
-    ids = torch.randint(3, 500, (2, LENGTH), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    mask[1, LIVE:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-@pytest.fixture
 def seen(tiny_model: MakeModel, batch: Batch) -> list[Attended]:
     """Of weights that attend unevenly."""
     model = tiny_model()

@@ -53,15 +53,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-@pytest.fixture
-def batch() -> Batch:
-    """Two rows; the second ends with padding, in the middle of a group of two."""
-    ids = torch.randint(3, 500, (2, LENGTH), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    mask[1, LIVE:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def hooks(module: nn.Module) -> int:
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
