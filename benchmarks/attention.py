@@ -21,9 +21,9 @@ import torch
 from measure import median_seconds, peak_bytes, write_json
 from torch import Tensor
 
-from dsv41 import sparse_attention
 from dsv41.attention import attention_core
-from dsv41.indexer import stable_topk
+from dsv41.ops import sparse_attention
+from dsv41.ops.selection import stable_topk
 
 
 def inputs(length: int, options: argparse.Namespace) -> tuple[list[Tensor], Tensor, Tensor]:

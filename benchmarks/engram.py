@@ -37,9 +37,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from dsv41 import DeepseekV41TextConfig, engram, token_map
-from dsv41.engram_hash import DeepseekV41NgramHash
-from dsv41.engram_table import EngramTable
-from dsv41.token_map import compressed_token_map
+from dsv41.engram.hash import DeepseekV41NgramHash
+from dsv41.engram.table import EngramTable
+from dsv41.engram.token_map import compressed_token_map
 
 STREAMS = 4
 COLUMNS = 48  # row ids per token: two layers, three n-gram sizes, eight heads

@@ -25,7 +25,7 @@ import torch
 from measure import median_seconds, peak_bytes, write_json
 from torch import Tensor
 
-from dsv41.experts import EXPERT_PRODUCTS, ExpertProducts, swiglu
+from dsv41.ops.experts import EXPERT_PRODUCTS, ExpertProducts, swiglu
 
 LIMIT = 10.0
 

@@ -25,8 +25,9 @@ from measure import median_seconds, peak_bytes, write_json
 from torch import Tensor
 
 from dsv41 import BackendConfig, DeepseekV41TextConfig, hyper_connections
-from dsv41.compiled import CompiledCore
-from dsv41.hyper_connections import HyperConnection, expand
+from dsv41.hyper_connections import HyperConnection
+from dsv41.ops.compiled import CompiledCore
+from dsv41.ops.mixing import expand
 
 STREAMS = 4
 COMPILED = CompiledCore("mHC expansion", hyper_connections._expand_core)

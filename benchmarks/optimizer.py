@@ -26,9 +26,9 @@ from owner_lookup import draw_ids
 from torch import nn
 from torch.optim import Optimizer
 
-from dsv41.engram_table import EngramTable
-from lightning_modules.gradients import clip_by_norm_, gradient_norms, local_gradients
-from lightning_modules.optim import OptimizerConfig, build_optimizer
+from dsv41.engram.table import EngramTable
+from lightning_modules.optim.groups import OptimizerConfig, build_optimizer
+from lightning_modules.training.gradients import clip_by_norm_, gradient_norms, local_gradients
 
 # What is measured, and for each case its step and its optimizer.
 Setting = tuple[str, dict[str, tuple[Callable[[], None], Optimizer]]]

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from measure import write_json
 from torch import Tensor
 
-from dsv41.engram_table import EngramTable
-from dsv41.sharding import owned_rows
+from dsv41.engram.table import EngramTable
+from dsv41.ranks import owned_rows
 
 
 def draw_ids(kind: str, count: int, rows: int, rank: int) -> Tensor:

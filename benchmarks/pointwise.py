@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from measure import median_seconds, peak_bytes, write_json
 from torch import Tensor
 
-from dsv41.norm import RMSNorm
-from dsv41.precision import widen
-from dsv41.quantization import fake_quantize
-from dsv41.rope import rotate, rotation_table, yarn_frequencies
+from dsv41.ops.norm import RMSNorm
+from dsv41.ops.precision import widen
+from dsv41.ops.quantization import fake_quantize
+from dsv41.ops.rope import rotate, rotation_table, yarn_frequencies
 
 SIZES = {
     "norm": [(1, 1024, 64), (1, 1024, 256), (1, 4096, 256), (1, 1024, 1280)],

@@ -76,7 +76,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
 from dsv41.checkpoint import SaveAudit, save_released
-from dsv41.released_layout import released_slots
+from dsv41.weights.names import released_slots
 
 ALLOCATORS = {
     "default": {},

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from dsv41.backend import BackendConfig
 from dsv41.compressor import Compressor
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.indexer import membership
-from dsv41.indexer_learning import build_indexer
+from dsv41.indexer import build_indexer
 from dsv41.initialization import NamedDraws
-from dsv41.norm import RMSNorm
-from dsv41.precision import full_precision, widen
-from dsv41.quantization import fake_quantize
-from dsv41.rope import layer_frequencies, rotate, rotation_table
-from dsv41.sparse_attention import sparse_attention
+from dsv41.ops.norm import RMSNorm
+from dsv41.ops.precision import full_precision, widen
+from dsv41.ops.quantization import fake_quantize
+from dsv41.ops.rope import layer_frequencies, rotate, rotation_table
+from dsv41.ops.selection import membership
+from dsv41.ops.sparse_attention import sparse_attention
 
 
 class AttentionState(NamedTuple):

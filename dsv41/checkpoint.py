@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dsv41.checkpoint_reading import LoadAudit, load_released
-from dsv41.checkpoint_writing import Item, SaveAudit, write_folder
-from dsv41.model_folder import PARAMETER_DTYPES, RELEASED_QUANTIZATION, describe, write_beside
-from dsv41.released_layout import format_of, held_tensors, module_slots, owners, released_slots, stored_dtype
+from dsv41.weights.folder import PARAMETER_DTYPES, RELEASED_QUANTIZATION, describe, write_beside
+from dsv41.weights.names import format_of, held_tensors, module_slots, owners, released_slots, stored_dtype
+from dsv41.weights.reading import LoadAudit, load_released
+from dsv41.weights.writing import Item, SaveAudit, write_folder
 
 if TYPE_CHECKING:
+    from dsv41.engram.token_map import AnyTokenizer
     from dsv41.model import DeepseekV41ForCausalLM
-    from dsv41.token_map import AnyTokenizer
 
 __all__ = ["LoadAudit", "SaveAudit", "load_released", "save_for_transformers", "save_released"]
 

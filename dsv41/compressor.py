@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.norm import RMSNorm
-from dsv41.precision import full_precision, widen
+from dsv41.ops.norm import RMSNorm
+from dsv41.ops.precision import full_precision, widen
 
 
 class Compressor(nn.Module):

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all.
+"""Files and folders that appear whole or not at all, and the folder for caches.
 
 What is being written has another name in the same directory, ``NAME.<32 hex digits>.partial``, and gets its own when it
 is complete. A folder says so itself: its marker, written last, lists its files with their sizes and checksums. What is
@@ -292,3 +292,19 @@ def settle(directory: Path) -> list[str]:
     for path in left:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     return [path.name for path in left]
+
+
+def default_cache_dir() -> Path:
+    """The folder for caches when none is given.
+
+    Returns:
+        ``$DSV41_CACHE`` if set, else ``$XDG_CACHE_HOME/dsv41``, else ``~/.cache/dsv41``. It need not exist.
+
+    Raises:
+        RuntimeError: The folder is meant to lie in a home directory that cannot be found.
+    """
+    if own := os.environ.get("DSV41_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "dsv41"
+    return Path.home() / ".cache" / "dsv41"

@@ -4,8 +4,12 @@ score[s, t] = sum_h w[s, h] * relu(q[s, h] . k[t]), over positions whose group h
 kept. With a candidate source there are two levels: that layer also keeps the best blocks of positions, and every later
 selection stays inside them.
 
-Top-k is made deterministic: equal scores go to the lower position, whatever lies behind the query. torch.topk leaves
-that open, and its choice can depend on the length of the row, that is, on the future.
+`LearnedIndexer` is trained by distillation (DeepSeek-V3.2, section 2.1.1, on CSA2's compressed positions), since top-k
+passes no gradient: for every query, its scores over the selected positions, as a softmax, are drawn to the attention's
+probabilities of these positions, summed over heads and normalised (`ops/divergence.py`). Its inputs are detached, so
+that loss reaches the indexer's weights only: those of the layer, and through the shared index keys `wk` and `k_norm` of
+the layer's KV source. Gradients pass straight through the rounding of queries and keys. While warming up, training
+attends to all visible positions, so that the target covers them all.
 
 Shapes: B batch, S queries, T compressed positions, I index heads, E index_head_dim, K = min(index_topk, T),
 N candidate blocks kept. Positions and blocks that do not exist are -1.
@@ -18,85 +22,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.norm import RMSNorm
-from dsv41.quantization import fake_quantize
-from dsv41.rope import rotate
-
-
-def stable_topk(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest finite scores in the last axis, ties to the lower index.
-
-    Args:
-        scores: Floating [..., T]; -inf marks absent entries. Compared in fp32.
-        count: At most this many are returned.
-
-    Returns:
-        int64 [..., min(count, T)], ascending, -1 where fewer exist (all -1 stand last).
-    """
-    length = scores.shape[-1]
-    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0: they are equal scores
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, ordered like the floats
-    index = torch.arange(length, device=scores.device)
-    # One integer holds score and position, so no two are equal and any top-k gives the same set.
-    keys = (ordered.long() << 32) | (0xFFFFFFFF - index)
-    chosen = keys.topk(min(count, length), dim=-1, sorted=False).indices
-    exists = scores.gather(-1, chosen) > float("-inf")
-    chosen = chosen.masked_fill(~exists, length).sort(dim=-1).values
-    return chosen.masked_fill(chosen == length, -1)
-
-
-def membership(indices: Tensor, length: int) -> Tensor:
-    """Bool mask [..., length] that is true at the non-negative `indices` int64 [..., K]."""
-    mask = torch.zeros(*indices.shape[:-1], length + 1, dtype=torch.bool, device=indices.device)
-    return mask.scatter_(-1, indices.masked_fill(indices < 0, length), True)[..., :length]
-
-
-def visible_positions(queries: int, positions: int, ratio: int, device: torch.device, first_query: int = 0) -> Tensor:
-    """Causality over compressed positions: bool [S, T], true where group t has ended by query `first_query` + s."""
-    ended = (torch.arange(first_query, first_query + queries, device=device) + 1) // ratio
-    return torch.arange(positions, device=device) < ended.unsqueeze(-1)
-
-
-def select_blocks(scores: Tensor, ratio: int, block_size: int, count: int, first_query: int = 0) -> Tensor:
-    """First level of the selection: the candidate blocks of every query.
-
-    Args:
-        scores: [B, S, T], -inf where invisible.
-        ratio: Tokens per compressed position.
-        block_size: Positions per block.
-        count: Blocks to keep; the block of the query's newest visible position is always one of them.
-        first_query: Position of the first query.
-
-    Returns:
-        int64 block ids [B, S, N], ascending, -1 where fewer exist.
-    """
-    queries, positions = scores.shape[1:]
-    padded = F.pad(scores, (0, -positions % block_size), value=float("-inf"))
-    best = padded.unflatten(-1, (-1, block_size)).amax(-1)
-    if best.shape[-1] == 0:
-        return scores.new_empty(*scores.shape[:2], 0, dtype=torch.long)
-    newest = (torch.arange(first_query, first_query + queries, device=scores.device) + 1) // ratio - 1
-    forced = torch.arange(best.shape[-1], device=scores.device) == (newest // block_size).unsqueeze(-1)
-    exists = best > float("-inf")
-    return stable_topk(best.masked_fill(forced & exists, float("inf")), count)
-
-
-def mask_to_candidates(scores: Tensor, blocks: Tensor, block_size: int) -> Tensor:
-    """`scores` [B, S, T] with -inf outside the candidate `blocks` [B, S, N]."""
-    positions = scores.shape[-1]
-    allowed = membership(blocks, -(-positions // block_size))
-    allowed = allowed.repeat_interleave(block_size, dim=-1)[..., :positions]
-    return scores.masked_fill(~allowed, float("-inf"))
-
-
-# Of the products of all index heads at a time: queries are taken in chunks of as many as fit.
-CHUNK_BYTES = 16 << 20
-# Gathering keys costs more per key than scoring all of them in one product.
-GATHER_COST = 4
+from dsv41.ops.divergence import divergence
+from dsv41.ops.norm import RMSNorm
+from dsv41.ops.quantization import fake_quantize
+from dsv41.ops.rope import rotate
+from dsv41.ops.selection import (
+    CHUNK_BYTES,
+    GATHER_COST,
+    mask_to_candidates,
+    select_blocks,
+    stable_topk,
+    visible_positions,
+)
 
 
 class Indexer(nn.Module):
-    """Scores compressed positions and selects; frozen, like the release (`indexer_learning.py` has one that learns).
+    """Scores compressed positions and selects; frozen, like the release (`LearnedIndexer` is trained).
 
     Args:
         config: Uses hidden_size, q_lora_rank, head_dim, index_*, candidate_*, rms_norm_eps.
@@ -251,3 +192,61 @@ class Indexer(nn.Module):
 def _joined(parts: list[Tensor], count: int) -> Tensor:
     """Chunks [B, c, up to `count`] of indices as one [B, S, count], filled up with -1."""
     return torch.cat([F.pad(part, (0, count - part.shape[-1]), value=-1) for part in parts], dim=1)
+
+
+class LearnedIndexer(Indexer):
+    """An indexer that is trained, in training mode with gradients; elsewhere it is the frozen one.
+
+    Attributes:
+        warming_up: Attend to all visible positions in training. Set by whoever trains.
+    """
+
+    warming_up = False
+
+    @property
+    def learns(self) -> bool:
+        """Whether the forward under way has to make a loss for the indexer."""
+        return self.training and torch.is_grad_enabled()
+
+    def keys(self, latent: Tensor, table: Tensor) -> Tensor:
+        """As `Indexer.keys`, with a gradient for the indexer's own weights."""
+        return self._keys(latent.detach(), table)
+
+    @torch.no_grad()
+    def forward(
+        self, x: Tensor, q_latent: Tensor, keys: Tensor, table: Tensor, group_mask: Tensor, blocks: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Indexer.forward`; while warming up, in training, all visible positions [B, S, T]."""
+        if not (self.warming_up and self.training):
+            return super().forward(x, q_latent, keys, table, group_mask, blocks)
+        positions = keys.shape[1]
+        exists = visible_positions(x.shape[1], positions, self.ratio, x.device) & group_mask.unsqueeze(1)
+        return torch.arange(positions, device=x.device).masked_fill(~exists, -1), blocks
+
+    def loss(self, x: Tensor, q_latent: Tensor, table: Tensor, keys: Tensor, selection: Tensor, mass: Tensor) -> Tensor:
+        """`divergence` of this indexer's scores from what the attention has made of the selection.
+
+        Args:
+            x, q_latent, table: See `queries`; no gradient flows into them.
+            keys: Index keys of the layer's KV source [B, T, E].
+            selection, mass: See `divergence`.
+
+        Returns:
+            Scalar, summed over live queries.
+        """
+        q, weights = self.queries(x.detach(), q_latent.detach(), table)
+        return divergence(q, weights, keys, selection, mass, self.ratio)
+
+
+def learns_selection(config: DeepseekV41TextConfig) -> bool:
+    """Whether a model of this configuration has an indexer that learns."""
+    selects = config.attention == "csa2" and any(
+        layer < config.num_hidden_layers for layer in config.index_source_layer_ids
+    )
+    return selects and config.indexer == "learned"
+
+
+def build_indexer(config: DeepseekV41TextConfig, layer_idx: int) -> Indexer:
+    """The indexer of an index source layer that ``config.indexer`` names."""
+    kinds = {"frozen": Indexer, "learned": LearnedIndexer}
+    return kinds[config.indexer](config, layer_idx)

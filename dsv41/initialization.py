@@ -16,7 +16,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from dsv41.sharding import copy_rows_, local_rows
+from dsv41.ranks import copy_rows_, local_rows
 
 ROWS_PER_BLOCK = 4096
 

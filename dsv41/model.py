@@ -30,20 +30,21 @@ from dsv41.attention import AttentionState, DeepseekV41Attention, build_attentio
 from dsv41.backend import BackendConfig
 from dsv41.config import IGNORE_INDEX, DeepseekV41TextConfig
 from dsv41.engram import build_engram
-from dsv41.engram_hash import DeepseekV41NgramHash, check_integer_ids
-from dsv41.engram_table import EngramTable
-from dsv41.hyper_connections import build_residual, collapse
+from dsv41.engram.hash import DeepseekV41NgramHash, check_integer_ids
+from dsv41.engram.table import EngramTable
+from dsv41.engram.token_map import fast_backend
+from dsv41.hyper_connections import build_residual
 from dsv41.initialization import initialize_parameters
-from dsv41.loss import causal_lm_loss, chunked_causal_lm_loss
-from dsv41.model_pretrained import ModelInFolders
 from dsv41.moe import DeepseekV41MoE, RouterReport
 from dsv41.nested_config import DeepseekV41Config
-from dsv41.norm import RMSNorm
-from dsv41.precision import full_precision, widen
-from dsv41.token_map import fast_backend
+from dsv41.ops.cross_entropy import causal_lm_loss, chunked_causal_lm_loss
+from dsv41.ops.mixing import collapse
+from dsv41.ops.norm import RMSNorm
+from dsv41.ops.precision import full_precision, widen
+from dsv41.weights.pretrained import ModelInFolders
 
 if TYPE_CHECKING:
-    from dsv41.token_map import AnyTokenizer
+    from dsv41.engram.token_map import AnyTokenizer
 
 # Parameters that stay fp32 in a bf16 model, by the end of their names (ARCHITECTURE 9).
 FP32_SUFFIXES = ("attn_sink", "_hc.fn", "_hc.base", "_hc.scale", "lm_head.weight")

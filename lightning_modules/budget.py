@@ -15,10 +15,10 @@ from torch import nn
 
 from dsv41.backend import BackendConfig
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.inspect import part_of
+from dsv41.cost import part_of
 from dsv41.model import DeepseekV41Block
-from dsv41.sharding import owned_rows
-from lightning_modules.optim import OptimizerConfig, group_of
+from dsv41.ranks import owned_rows
+from lightning_modules.optim.groups import OptimizerConfig, group_of
 
 FP32 = 4
 

@@ -46,11 +46,11 @@ from lightning_modules.callbacks import (
     UnigramBaseline,
     UpdateRatio,
 )
-from lightning_modules.callbacks.checkpoint import find_checkpoint, passed_over, run_number
-from lightning_modules.checkpoint_io import AtomicCheckpointIO
+from lightning_modules.checkpoint.callbacks import find_checkpoint, passed_over, run_number
+from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
-from lightning_modules.pretrained import default_options, require_folder
 from lightning_modules.task import DeepseekV41Task
+from lightning_modules.transfer.pretrained import default_options, require_folder
 
 # A text configuration is a group of options, not a class to choose.
 set_parsing_settings(subclasses_disabled=[DeepseekV41TextConfig])
@@ -297,8 +297,8 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def main(args: list[str] | None = None) -> None:
-    """What `lightning_modules.entry` hands over. Bad input ends with one line on stderr and exit status 1 (2 if it does
-    not parse).
+    """Entry point of fit, validate, test and predict. Bad input ends with one line on stderr and exit status 1 (2 if it
+    does not parse).
 
     ``DSV41_TRACEBACK=1`` shows where it was found. An error inside the training loop always has its traceback.
     """

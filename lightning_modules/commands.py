@@ -77,7 +77,7 @@ def _export(args: list[str]) -> None:
     options = _export_parser().parse_args(args)
     import torch
 
-    from lightning_modules.export import export_checkpoint
+    from lightning_modules.transfer.export import export_checkpoint
 
     audit = export_checkpoint(
         options.ckpt_path,
@@ -96,7 +96,7 @@ def _export(args: list[str]) -> None:
 
 def _import(args: list[str]) -> None:
     options = _import_parser().parse_args(args)
-    from lightning_modules.importing import import_folder
+    from lightning_modules.transfer.import_weights import import_folder
 
     print(import_folder(Path(options.source), Path(options.output)))
 

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dsv41.checkpoint_writing import size_in_bytes
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.flops import flops_per_sequence
-from dsv41.inspect import PARTS, part_of
+from dsv41.cost import PARTS, flops_per_sequence, part_of
+from dsv41.weights.writing import size_in_bytes
 from lightning_modules.budget import RankBytes, active_parameters, bytes_per_rank, named_parameters
 from lightning_modules.cli import DeepseekV41CLI, Parser
 from lightning_modules.data import TextDataModule
 from lightning_modules.data.tokenization import DEEPSEEK_VOCAB_SIZE, load_tokenizer
-from lightning_modules.optim import OptimizerConfig
+from lightning_modules.optim.groups import OptimizerConfig
 from lightning_modules.task import DeepseekV41Task
 
 

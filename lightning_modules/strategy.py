@@ -35,19 +35,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dsv41.agreement import together
 from dsv41.files import begin_folder, discard, publish_folder, write_failures_explained
-from dsv41.sharding import copy_rows_
-from lightning_modules import sharded_checkpoint
-from lightning_modules.optimizer_state import (
+from dsv41.ranks import copy_rows_, together
+from lightning_modules.checkpoint import sharded as sharded_checkpoint
+from lightning_modules.checkpoint.safe_load import read_plain, require_sound
+from lightning_modules.optim.state import (
     named_state,
     numbered_state,
     parameters_by_name,
     require_same_groups,
     sharded_state,
 )
-from lightning_modules.parallelize import MixedPrecision, ParallelOptions, parallelize, reshard
-from lightning_modules.safe_load import read_plain, require_sound
+from lightning_modules.parallel.fsdp import MixedPrecision, ParallelOptions, parallelize, reshard
 
 T = TypeVar("T")
 

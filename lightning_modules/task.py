@@ -18,23 +18,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
-from dsv41.balance import imbalance, move_biases_
 from dsv41.config import IGNORE_INDEX
-from dsv41.indexer_learning import LearnedIndexer, learns_selection
-from dsv41.inspect import watched_part
+from dsv41.cost import watched_part
+from dsv41.indexer import LearnedIndexer, learns_selection
 from dsv41.model import TrainingReport
-from lightning_modules import checkpoint_rule
+from dsv41.moe import imbalance, move_biases_
+from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.data.token_bytes import token_byte_lengths
-from lightning_modules.finite import require_finite_gradients, require_finite_loss
-from lightning_modules.gradients import clip_by_norm_, clip_values_, gradient_norms, local_gradients, scale_
-from lightning_modules.metrics import LanguageModelMetric
-from lightning_modules.optim import OptimizerConfig, build_optimizer, group_settings
-from lightning_modules.optimizer_state import parameters_by_name
-from lightning_modules.precision_check import require_wide_parameters
-from lightning_modules.pretrained import load_pretrained
-from lightning_modules.schedule import ScheduleConfig, build_schedule
-from lightning_modules.step import StepTotals
+from lightning_modules.optim.groups import OptimizerConfig, build_optimizer, group_settings
+from lightning_modules.optim.schedule import ScheduleConfig, build_schedule
+from lightning_modules.optim.state import parameters_by_name
 from lightning_modules.strategy import EngramFSDPStrategy
+from lightning_modules.training.checks import require_finite_gradients, require_finite_loss, require_wide_parameters
+from lightning_modules.training.gradients import clip_by_norm_, clip_values_, gradient_norms, local_gradients, scale_
+from lightning_modules.training.metrics import LanguageModelMetric
+from lightning_modules.training.step import StepTotals
+from lightning_modules.transfer.pretrained import load_pretrained
 
 Batch = dict[str, Tensor]
 

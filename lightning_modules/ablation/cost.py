@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.flops import flops_per_sequence
+from dsv41.cost import flops_per_sequence
 from lightning_modules.budget import active_parameters, named_parameters
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dsv41.model_folder import read_tokenizer
+from dsv41.weights.folder import read_tokenizer
 from lightning_modules.ablation.cost import Cost, cost_of
 from lightning_modules.ablation.plan import flat, text_config
-from lightning_modules.run_numbers import saved_configuration, seed_of
+from lightning_modules.transfer.run_record import saved_configuration, seed_of
 
 LOSS = "val/loss"
 TRAIN_LOSS = "train/loss"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from dsv41.files import written_whole
 from lightning_modules.ablation.curves import Record
+from lightning_modules.ablation.intervals import interval, paired
 from lightning_modules.ablation.results import group
-from lightning_modules.ablation.statistics import interval, paired
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

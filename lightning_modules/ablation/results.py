@@ -13,7 +13,7 @@ from typing import Any
 from dsv41.files import written_whole
 from lightning_modules.ablation.cost import Cost
 from lightning_modules.ablation.curves import Record
-from lightning_modules.ablation.statistics import Interval, interval, paired
+from lightning_modules.ablation.intervals import Interval, interval, paired
 from lightning_modules.inspecting import readable_count
 
 

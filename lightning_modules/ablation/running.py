@@ -28,10 +28,10 @@ from typing import Any, Protocol
 import yaml
 
 from dsv41.files import remove_whole, written_whole
-from lightning_modules import checkpoint_rule
 from lightning_modules.ablation.plan import PLACE, Run, flat
-from lightning_modules.callbacks.checkpoint import find_checkpoint
-from lightning_modules.export import open_checkpoint
+from lightning_modules.checkpoint import rule as checkpoint_rule
+from lightning_modules.checkpoint.callbacks import find_checkpoint
+from lightning_modules.transfer.export import open_checkpoint
 
 CONFIG = "run.yaml"
 LOG = "log.txt"

@@ -6,7 +6,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
-from dsv41.inspect import parameters_by_part
+from dsv41.cost import parameters_by_part
 
 
 class PartSummary(Callback):

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 
-from dsv41.flops import Flops, flops_per_sequence
+from dsv41.cost import Flops, flops_per_sequence
 from lightning_modules.strategy import EngramFSDPStrategy
 from lightning_modules.task import DeepseekV41Task
 
@@ -88,7 +88,7 @@ class TokenThroughput(ThroughputMonitor):
     excluded where Lightning excludes them.
 
     MFU, model FLOPs utilisation, is the rate times the FLOPs that a token costs in forward and backward (see
-    `dsv41/flops.py`: recomputation does not count), as a share of what all devices can do. On CUDA that is the vendor's
+    `dsv41/cost.py`: recomputation does not count), as a share of what all devices can do. On CUDA that is the vendor's
     number for the dtype of the products. On a CPU, for which there is none, it is what the best of a few matrix
     products reaches at the start of the run, in 0.2 s: a measured peak, not a theoretical one. Nothing is logged where
     the peak is unknown.

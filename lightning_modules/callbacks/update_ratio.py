@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from dsv41.inspect import watched_part
-from dsv41.sharding import local_rows
-from lightning_modules.gradients import PARTS
-from lightning_modules.row_adam import rows_hit
+from dsv41.cost import watched_part
+from dsv41.ranks import local_rows
+from lightning_modules.optim.row_adam import rows_hit
+from lightning_modules.training.gradients import PARTS
 
 
 class _Before(NamedTuple):
@@ -54,7 +54,7 @@ def _copy(name: str, parameter: nn.Parameter) -> _Before:
 
 class UpdateRatio(Callback):
     """Logs ``|w_after - w_before| / |w_before|`` of optimizer steps as ``update_ratio/total`` and, for the parts that
-    `dsv41.inspect.watched_part` knows, as ``update_ratio/engram_tables`` and so on.
+    `dsv41.cost.watched_part` knows, as ``update_ratio/engram_tables`` and so on.
 
     Norms are over all ranks, in float64, so the numbers do not depend on how many there are. Parameters that have no
     gradient take no part (frozen ones, and a frozen indexer's). Of an Engram table with a row-sparse gradient, only the

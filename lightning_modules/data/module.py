@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from dsv41.cache import default_cache_dir
+from dsv41.files import default_cache_dir
 from lightning_modules.data.corpus import check_source
 from lightning_modules.data.prepared import PreparedText
 from lightning_modules.data.rows import RowDataset

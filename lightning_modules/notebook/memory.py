@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv41 import BackendConfig, engram
-from dsv41.compiled import CompiledCore
+from dsv41 import BackendConfig
 from dsv41.engram import DeepseekV41Engram, OpenEngram, build_engram
-from dsv41.engram_hash import DeepseekV41NgramHash
+from dsv41.engram import layer as engram
+from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.model import DeepseekV41Block
-from lightning_modules.callbacks.engram_gates import EngramGates, gate_picture, readable
-from lightning_modules.callbacks.engram_memory import Buckets, Column, chance_of_collision, fills_of
+from dsv41.ops.compiled import CompiledCore
 from lightning_modules.cli import DeepseekV41CLI
-from lightning_modules.listing import first_few
+from lightning_modules.insight.engram_buckets import Buckets, Column, chance_of_collision, fills_of
+from lightning_modules.insight.engram_gates import EngramGates, gate_picture, readable
 from lightning_modules.notebook.code_spans import code_cell
 from lightning_modules.notebook.opened import texts_of
 from lightning_modules.notebook.taps import watch
+from lightning_modules.text import first_few
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv41.hyper_connections import sinkhorn
+from dsv41.ops.mixing import sinkhorn
 from lightning_modules.ablation.curves import Record, read_run
-from lightning_modules.callbacks.pictures import new_axes
-from lightning_modules.callbacks.stream_mixers import composite_gains, mixing_sites, sinkhorn_residual
 from lightning_modules.cli import DeepseekV41CLI
+from lightning_modules.insight.drawing import new_axes
+from lightning_modules.insight.mixers import composite_gains, mixing_sites, sinkhorn_residual
 from lightning_modules.notebook.taps import watch
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_modules.ablation.curves import Record
+from lightning_modules.ablation.intervals import half_width, interval, t_quantile
 from lightning_modules.ablation.results import group
-from lightning_modules.ablation.statistics import half_width, interval, t_quantile
-from lightning_modules.callbacks.pictures import new_axes
+from lightning_modules.insight.drawing import new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

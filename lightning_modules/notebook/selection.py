@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.flops import flops_per_sequence, scored_positions
-from dsv41.indexer import membership
-from dsv41.inspect import part_of
+from dsv41.cost import flops_per_sequence, part_of, scored_positions
+from dsv41.ops.selection import membership
 from lightning_modules.budget import named_parameters
-from lightning_modules.callbacks.engram_gates import readable
-from lightning_modules.callbacks.indexer_recall import selection_recall, visible_mass
+from lightning_modules.insight.engram_gates import readable
+from lightning_modules.insight.selection import selection_recall, visible_mass
+from lightning_modules.insight.shapes import Attended, LayerPlan, schedule
 from lightning_modules.inspecting import readable_count, readable_size
 from lightning_modules.notebook.code_spans import code, code_cell
-from lightning_modules.notebook.tour import Attended, LayerPlan, schedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_modules.checkpoint_io import AtomicCheckpointIO
+from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 from lightning_modules.strategy import EngramFSDPStrategy
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dsv41 import files
-from lightning_modules import sharded_checkpoint
-from lightning_modules.callbacks import checkpoint as checkpoint_callback
+from lightning_modules.checkpoint import callbacks as checkpoint_callback
+from lightning_modules.checkpoint import sharded as sharded_checkpoint
 from lightning_modules.cli import get_cli
 
 FATAL_STEP = 4  # saves are made after steps 2, 4 and 6

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dsv41 import files
-from lightning_modules import sharded_checkpoint
+from lightning_modules.checkpoint import sharded as sharded_checkpoint
 
 RANKS = 2
 

@@ -28,8 +28,8 @@ from bare_strategy import bare_strategy
 
 from dsv41.files import leftovers
 from lightning_modules.callbacks import LatestCheckpoint
-from lightning_modules.callbacks.checkpoint import steps_in
-from lightning_modules.checkpoint_io import AtomicCheckpointIO
+from lightning_modules.checkpoint.callbacks import steps_in
+from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 
 Save = Callable[[dict[str, Any], str], None]
 

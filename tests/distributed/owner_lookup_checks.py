@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM
-from dsv41.engram_table import EngramTable
+from dsv41.engram.table import EngramTable
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 ROWS, WIDTH = 1013, 5  # a prime: no number of ranks divides it

@@ -39,13 +39,13 @@ from dsv41.attention import AttentionCore, DeepseekV41Attention
 from dsv41.compressor import Compressor
 from dsv41.config import IGNORE_INDEX
 from dsv41.engram import DeepseekV41Engram
-from dsv41.engram_table import EngramTable
+from dsv41.engram.table import EngramTable
 from dsv41.hyper_connections import HyperConnection
-from dsv41.loss import causal_lm_loss
 from dsv41.model import DeepseekV41Block, DeepseekV41Model
 from dsv41.moe import Experts, Router, SharedExpert
-from dsv41.sharding import local_rows, owned_rows
-from lightning_modules.parallelize import ParallelOptions, parallelize
+from dsv41.ops.cross_entropy import causal_lm_loss
+from dsv41.ranks import local_rows, owned_rows
+from lightning_modules.parallel.fsdp import ParallelOptions, parallelize
 
 T = TypeVar("T")
 Tensors = dict[str, Tensor | None]

@@ -30,9 +30,9 @@ from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block, DeepseekV41ForCausalLM
 from dsv41.moe import Experts, Router
 from lightning_modules.callbacks import TokenThroughput, UpdateRatio, throughput
-from lightning_modules.precision_check import require_wide_parameters
 from lightning_modules.strategy import EngramFSDPStrategy
 from lightning_modules.task import DeepseekV41Task
+from lightning_modules.training.checks import require_wide_parameters
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 LENGTH, ROWS = 24, 4

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, checkpoint_reading, checkpoint_writing
 from dsv41.checkpoint import load_released, save_for_transformers, save_released
 from dsv41.files import is_complete
-from dsv41.released_layout import held_tensors
-from dsv41.tensor_files import TensorWriter, find_tensors
-from lightning_modules.parallelize import ParallelOptions, parallelize
+from dsv41.weights.names import held_tensors
+from dsv41.weights.tensor_files import TensorWriter, find_tensors
+from lightning_modules.parallel.fsdp import ParallelOptions, parallelize
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_modules.callbacks.checkpoint import find_checkpoint
-from lightning_modules.checkpoint_io import AtomicCheckpointIO
+from lightning_modules.checkpoint.callbacks import find_checkpoint
+from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 
 pytestmark = pytest.mark.timeout(600)
 

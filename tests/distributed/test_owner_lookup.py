@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv41.sharding import owned_rows
+from dsv41.ranks import owned_rows
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_modules.parallelize import ParallelOptions
+from lightning_modules.parallel.fsdp import ParallelOptions
 
 SCRIPT = Path(__file__).with_name("parallelize_checks.py")
 

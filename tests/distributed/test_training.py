@@ -28,10 +28,10 @@ from torch import Tensor
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.checkpoint import save_released
 from dsv41.config import IGNORE_INDEX
+from lightning_modules.checkpoint.sharded import read_whole
 from lightning_modules.cli import get_cli
 from lightning_modules.data.sampler import Position, ResumableBatchSampler
-from lightning_modules.export import Format, export_checkpoint
-from lightning_modules.sharded_checkpoint import read_whole
+from lightning_modules.transfer.export import Format, export_checkpoint
 
 pytestmark = pytest.mark.timeout(1800)
 

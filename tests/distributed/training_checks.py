@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dsv41.config import IGNORE_INDEX
-from dsv41.engram_table import EngramTable
-from dsv41.sharding import owned_rows
+from dsv41.engram.table import EngramTable
+from dsv41.ranks import owned_rows
 from lightning_modules.callbacks import PredictionFile
 from lightning_modules.cli import get_cli
-from lightning_modules.muon import ShardedMuon
-from lightning_modules.optimizer_state import sharded_like, sharded_rows, sharded_state
-from lightning_modules.row_adam import RowAdam
+from lightning_modules.optim.muon import ShardedMuon
+from lightning_modules.optim.row_adam import RowAdam
+from lightning_modules.optim.state import sharded_like, sharded_rows, sharded_state
 from lightning_modules.task import Batch, DeepseekV41Task
 
 Values = dict[str, Tensor]

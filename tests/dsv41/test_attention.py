@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import ATTENTION_CORES, AttentionState, DeepseekV41Attention, window_mask
-from dsv41.quantization import fake_quantize
+from dsv41.ops.quantization import fake_quantize
 
 MakeConfig = Callable[..., DeepseekV41Config]
 MakeModel = Callable[..., DeepseekV41ForCausalLM]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
-from dsv41.balance import expert_load, imbalance, move_biases_, sequence_balance_loss
-from dsv41.moe import DeepseekV41MoE, Router, Routing
+from dsv41.moe import DeepseekV41MoE, Router, Routing, expert_load, imbalance, move_biases_, sequence_balance_loss
 
 MakeConfig = Callable[..., DeepseekV41Config]
 MakeModel = Callable[..., DeepseekV41ForCausalLM]

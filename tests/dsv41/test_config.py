@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig, DeepseekV41VisionConfig
 from dsv41.config import SWITCHES
-from dsv41.rope import layer_frequencies
+from dsv41.ops.rope import layer_frequencies
 
 NAN, INF = float("nan"), float("inf")
 YARN = {"factor": 4, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}

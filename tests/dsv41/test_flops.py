@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dsv41 import BackendConfig, DeepseekV41ForCausalLM, DeepseekV41TextConfig
 from dsv41.attention import AttentionState, DeepseekV41Attention
-from dsv41.flops import Flops, flops_per_sequence
-from dsv41.inspect import PARTS
+from dsv41.cost import PARTS, Flops, flops_per_sequence
 
 # Every product is executed once, apart from keys that are masked away.
 PLAIN = BackendConfig(attn="eager", experts="loop", loss="full")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dsv41 import BackendConfig
-from dsv41.indexer import membership
-from dsv41.released_layout import released_slots
+from dsv41.ops.selection import membership
+from dsv41.weights.names import released_slots
 
 BACKENDS = [
     pytest.param(BackendConfig(attn="eager", loss="full"), id="eager"),

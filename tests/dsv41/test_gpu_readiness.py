@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from dsv41 import BackendConfig, DeepseekV41ForCausalLM
-from dsv41 import experts as expert_module
+from dsv41.ops import experts as expert_module
 
 Models = Callable[..., DeepseekV41ForCausalLM]
 

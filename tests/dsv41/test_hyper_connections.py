@@ -30,7 +30,8 @@ from torch.utils.checkpoint import checkpoint
 import dsv41
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, hyper_connections
 from dsv41.attention import AttentionState
-from dsv41.hyper_connections import HyperConnection, collapse, compile_expand, expand, sinkhorn
+from dsv41.hyper_connections import HyperConnection
+from dsv41.ops.mixing import collapse, compile_expand, expand, sinkhorn
 
 MakeConfig = Callable[..., DeepseekV41Config]
 MakeModel = Callable[..., DeepseekV41ForCausalLM]

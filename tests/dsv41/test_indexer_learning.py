@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, indexer_learning
 from dsv41.attention import AttentionState, DeepseekV41Attention, attention_weights, window_mask
-from dsv41.indexer import Indexer, membership, stable_topk, visible_positions
-from dsv41.indexer_learning import LearnedIndexer, build_indexer, divergence, learns_selection
-from dsv41.quantization import fake_quantize
-from dsv41.rope import layer_frequencies, rotate, rotation_table
+from dsv41.indexer import Indexer, LearnedIndexer, build_indexer, learns_selection
+from dsv41.ops.divergence import divergence
+from dsv41.ops.quantization import fake_quantize
+from dsv41.ops.rope import layer_frequencies, rotate, rotation_table
+from dsv41.ops.selection import membership, stable_topk, visible_positions
 
 MakeConfig = Callable[..., DeepseekV41Config]
 MakeModel = Callable[..., DeepseekV41ForCausalLM]

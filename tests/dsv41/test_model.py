@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState
-from dsv41.released_layout import released_slots
+from dsv41.weights.names import released_slots
 
 Models = Callable[..., DeepseekV41ForCausalLM]
 

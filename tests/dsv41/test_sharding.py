@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dsv41.sharding import copy_rows_, local_rows, owned_rows
+from dsv41.ranks import copy_rows_, local_rows, owned_rows
 
 # Rows and ranks: even, the last rank with fewer, ranks with none, fewer rows than ranks, one rank.
 LAYOUTS = [(6, 3), (7, 3), (9, 4), (5, 4), (1, 3), (2, 5), (4, 1)]

@@ -26,7 +26,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.utils.tensorboard import SummaryWriter
 
 from dsv41.files import discard
-from lightning_modules import entry
+from lightning_modules import __main__ as entry
 from lightning_modules.ablation import running
 from lightning_modules.ablation.ablate import ablate, collect, run_plan, write_all
 from lightning_modules.ablation.comparing import compare

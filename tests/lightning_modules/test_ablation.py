@@ -17,10 +17,10 @@ import yaml
 from dsv41 import DeepseekV41Config
 from lightning_modules.ablation.cost import Cost, cost_of
 from lightning_modules.ablation.curves import Record, name_of
+from lightning_modules.ablation.intervals import Interval, interval, paired, t_probability, t_quantile
 from lightning_modules.ablation.matching import FIELDS, Match, ratio, resize, warning
 from lightning_modules.ablation.plan import make_plan
 from lightning_modules.ablation.results import group, markdown, notes_on, summarise, write_results
-from lightning_modules.ablation.statistics import Interval, interval, paired, t_probability, t_quantile
 from lightning_modules.ablation.study import read_study
 from lightning_modules.cli import get_cli
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dsv41.cost import PARTS, Flops, flops_per_sequence, parameters_by_part, part_of
 from dsv41.files import MARKER, begin_folder, publish_folder
-from dsv41.flops import Flops, flops_per_sequence
-from dsv41.inspect import PARTS, parameters_by_part, part_of
 from lightning_modules.callbacks import LatestCheckpoint, TokenThroughput, throughput
-from lightning_modules.callbacks.checkpoint import find_checkpoint, steps_in
+from lightning_modules.checkpoint.callbacks import find_checkpoint, steps_in
 from lightning_modules.cli import DeepseekV41CLI
 
 

@@ -23,11 +23,12 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_modules import commands, entry
-from lightning_modules.callbacks.checkpoint import find_checkpoint
-from lightning_modules.checkpoint_io import AtomicCheckpointIO
+from lightning_modules import __main__ as entry
+from lightning_modules import commands
+from lightning_modules.checkpoint.callbacks import find_checkpoint
+from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 from lightning_modules.cli import DeepseekV41CLI, get_cli, main
-from lightning_modules.schedule import ScheduleConfig, learning_rate_factor
+from lightning_modules.optim.schedule import ScheduleConfig, learning_rate_factor
 from lightning_modules.task import DeepseekV41Task
 
 FOLDER = "version_0"

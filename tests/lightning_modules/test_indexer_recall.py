@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from dsv41 import BackendConfig, DeepseekV41Config
 from dsv41.attention import AttentionCore, attention_core
 from dsv41.config import IGNORE_INDEX
-from dsv41.indexer import stable_topk, visible_positions
+from dsv41.ops.selection import stable_topk, visible_positions
 from lightning_modules.callbacks import IndexerRecall
-from lightning_modules.callbacks.indexer_recall import selection_recall
+from lightning_modules.insight.selection import selection_recall
 from lightning_modules.task import DeepseekV41Task
 
 MakeConfig = Callable[..., DeepseekV41Config]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM
-from lightning_modules import entry
+from lightning_modules import __main__ as entry
 from lightning_modules.budget import active_parameters, bytes_per_rank, named_parameters
 from lightning_modules.inspecting import inspect
-from lightning_modules.optim import OptimizerConfig, build_optimizer
+from lightning_modules.optim.groups import OptimizerConfig, build_optimizer
 
 MakeConfig = Callable[..., DeepseekV41Config]
 MakeModel = Callable[..., DeepseekV41ForCausalLM]

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from dsv41 import BackendConfig, DeepseekV41Config
 from dsv41.config import IGNORE_INDEX
-from dsv41.loss import causal_lm_loss
 from dsv41.moe import Router, Routing
+from dsv41.ops.cross_entropy import causal_lm_loss
 from lightning_modules.cli import DeepseekV41CLI, main
 from lightning_modules.task import DeepseekV41Task, IndexerConfig
 
@@ -251,7 +251,7 @@ def test_a_validation_or_a_forward_alone_moves_nothing(tiny_config: MakeConfig, 
 
 
 def balance_by_hand(routing: Routing, live: Tensor) -> Tensor:
-    """Sum over rows of live tokens x sum of f P, with the scores' graph; see `dsv41/balance.py`."""
+    """Sum over rows of live tokens x sum of f P, with the scores' graph; see `dsv41/moe.py`."""
     scores, experts = (x.unflatten(0, live.shape) for x in (routing.scores, routing.experts))
     total = scores.new_zeros(())
     for b in range(len(live)):

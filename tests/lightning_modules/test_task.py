@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from dsv41 import DeepseekV41Config
 from dsv41.config import IGNORE_INDEX
-from dsv41.loss import causal_lm_loss
-from lightning_modules.finite import NonFiniteError
-from lightning_modules.optim import OptimizerConfig
-from lightning_modules.schedule import ScheduleConfig
+from dsv41.ops.cross_entropy import causal_lm_loss
+from lightning_modules.optim.groups import OptimizerConfig
+from lightning_modules.optim.schedule import ScheduleConfig
 from lightning_modules.task import DeepseekV41Task
+from lightning_modules.training.checks import NonFiniteError
 
 
 class SGDTask(DeepseekV41Task):

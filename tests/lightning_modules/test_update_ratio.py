@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dsv41.engram_table import EngramTable
+from dsv41.engram.table import EngramTable
 from lightning_modules.callbacks import UpdateRatio
 from lightning_modules.cli import DeepseekV41CLI, main
 from lightning_modules.task import DeepseekV41Task

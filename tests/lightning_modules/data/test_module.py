@@ -11,8 +11,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from dsv41.cache import default_cache_dir
-from dsv41.files import written_whole
+from dsv41.files import default_cache_dir, written_whole
 from lightning_modules.data import TextDataModule, prepared, token_store, tokenization
 
 # Lightning 2.6 uses a name that torch has deprecated.

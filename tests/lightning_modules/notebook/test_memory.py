@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dsv41 import engram
-from lightning_modules.callbacks.engram_gates import readable
-from lightning_modules.callbacks.engram_memory import Buckets, Column
+from dsv41.engram import layer as engram
 from lightning_modules.cli import DeepseekV41CLI
+from lightning_modules.insight.engram_buckets import Buckets, Column
+from lightning_modules.insight.engram_gates import readable
 from lightning_modules.notebook import memory
 from lightning_modules.notebook.memory import (
     GatePaths,

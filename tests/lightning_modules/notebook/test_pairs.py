@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_modules.ablation.curves import Record
-from lightning_modules.ablation.statistics import half_width, interval
+from lightning_modules.ablation.intervals import half_width, interval
 from lightning_modules.notebook.pairs import (
     Pair,
     pairs_of,

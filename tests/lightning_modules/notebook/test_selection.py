@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
 from lightning_modules.budget import named_parameters
-from lightning_modules.callbacks.indexer_recall import selection_recall
-from lightning_modules.callbacks.pictures import pixels
+from lightning_modules.insight.drawing import pixels
+from lightning_modules.insight.selection import selection_recall
+from lightning_modules.insight.shapes import Attended, LayerPlan, attended
 from lightning_modules.notebook.selection import (
     Mass,
     Recall,
@@ -32,7 +33,6 @@ from lightning_modules.notebook.selection import (
     savings_table,
     without_sharing,
 )
-from lightning_modules.notebook.tour import Attended, LayerPlan, attended
 
 MakeModel = Callable[..., DeepseekV41ForCausalLM]
 MakeConfig = Callable[..., DeepseekV41Config]

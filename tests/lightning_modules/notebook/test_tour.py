@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
-from dsv41.inspect import parameters_by_part
-from lightning_modules.callbacks.pictures import pixels
-from lightning_modules.notebook.tour import (
+from dsv41.cost import parameters_by_part
+from lightning_modules.insight.drawing import pixels
+from lightning_modules.insight.shapes import (
     LayerPlan,
     Shape,
     attended,

@@ -1,0 +1,196 @@
+"""Engram: hashed n-gram memory that writes into every residual stream through a gate (ARCHITECTURE 6).
+
+    rows [B,S,cols,d] = table[hash ids]            flattened, then one projection `wkv`:
+    key_c [B,S,C,H], value [B,S,H]                 one key per stream, one value for all
+    dot_c  = < norm(h_c) * q_w_c , norm(key_c) * k_w_c > / sqrt(H)
+    gate_c = sigmoid(sign(dot_c) * sqrt(max(|dot_c|, 1e-6)))
+    h_c   += gate_c * value
+
+V4.1 has no short convolution. The gate core is a pure function: it can be compiled for the whole process with
+`compile_engram_gate` without touching parameters or modules.
+
+Shapes: B batch, S sequence, C streams, H hidden, d engram_head_dim, cols = (N - 1) * heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsv41.backend import BackendConfig
+from dsv41.config import DeepseekV41TextConfig
+from dsv41.engram.hash import DeepseekV41NgramHash
+from dsv41.engram.table import EngramTable
+from dsv41.engram.token_map import compressed_token_map
+from dsv41.initialization import NamedDraws
+from dsv41.ops.compiled import CompiledCore
+from dsv41.ops.precision import full_precision, widen
+
+__all__ = ["DeepseekV41Engram", "DeepseekV41NgramHash", "compile_engram_gate", "compressed_token_map", "engram_gates"]
+
+
+def engram_gates(streams: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    """How far each stream opens for the memory of its token: the core's own gates, for those who want to look at them.
+
+    Args:
+        streams: [B, S, C, H], at least fp32.
+        key: [B, S, C * H].
+        q_weight: Norm weight of the streams [C, H].
+        k_weight: Norm weight of the keys [C, H].
+        eps: RMS epsilon.
+
+    Returns:
+        [B, S, C] in (0, 1) and in the dtype of `streams`, of every token, also those that the core masks.
+    """
+    keys = widen(key).unflatten(-1, streams.shape[-2:])
+    rstd_h = torch.rsqrt(streams.square().mean(-1) + eps)
+    rstd_k = torch.rsqrt(keys.square().mean(-1) + eps)
+    weight = q_weight.to(streams.dtype) * k_weight.to(streams.dtype)
+    dot = (streams * weight * keys).sum(-1) * rstd_h * rstd_k * streams.shape[-1] ** -0.5
+    return torch.sigmoid(dot.sign() * dot.abs().clamp_min(1e-6).sqrt())
+
+
+def _engram_gate_core(
+    hidden_states: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    token_mask: Tensor | None,
+) -> Tensor:
+    """Gate the memory value and add it to the streams.
+
+    Args:
+        hidden_states: Streams [B, S, C, H].
+        key: [B, S, C * H].
+        value: [B, S, H].
+        q_weight: Norm weight of the streams [C, H].
+        k_weight: Norm weight of the keys [C, H].
+        eps: RMS epsilon.
+        token_mask: Bool [B, S]; a false token keeps its streams unchanged. None is all true.
+
+    Returns:
+        [B, S, C, H] in the dtype of `hidden_states`; arithmetic at least fp32.
+    """
+    streams = widen(hidden_states)
+    gate = engram_gates(streams, key, q_weight, k_weight, eps)
+    if token_mask is not None:
+        gate = gate * token_mask.unsqueeze(-1)
+    return (streams + gate.unsqueeze(-1) * widen(value).unsqueeze(-2)).to(hidden_states.dtype)
+
+
+GateCore = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+
+# What every Engram of this process calls. Compilation caches belong to the process, so the switch does too.
+_engram_gate: GateCore = _engram_gate_core
+_ENGRAM_GATE_COMPILED = False
+
+
+def compile_engram_gate() -> None:
+    """Swap the gate core of this process for a ``torch.compile(dynamic=False)`` one; calling again does nothing.
+
+    See `CompiledCore` for shapes, rounding and what happens without a compiler.
+    """
+    global _engram_gate, _ENGRAM_GATE_COMPILED
+    if not _ENGRAM_GATE_COMPILED:
+        _engram_gate = CompiledCore("Engram gate", _engram_gate_core)
+        _ENGRAM_GATE_COMPILED = True
+
+
+class DeepseekV41Engram(nn.Module):
+    """One Engram layer: table, projection, gate.
+
+    Args:
+        config: Text configuration.
+        layer_idx: Zero-based layer, one of `engram_layer_ids`.
+        backend: Uses `compile_engram`, `strict_validation`, `sparse_table_gradient`.
+        process_group: Ranks that share the table's rows; None holds it whole.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV41TextConfig,
+        layer_idx: int,
+        backend: BackendConfig,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if backend.compile_engram:
+            compile_engram_gate()
+        self.eps = config.rms_norm_eps
+        self.layer_hash_index = config.engram_layer_ids.index(layer_idx)
+        assert config.engram_num_embeddings is not None  # filled in by the configuration
+        rows = config.engram_num_embeddings[self.layer_hash_index]
+        columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
+        self.embed = EngramTable(
+            rows,
+            config.engram_head_dim,
+            config.initializer_range,
+            backend.strict_validation,
+            process_group,
+            backend.sparse_table_gradient,
+        )
+        self._build_gate(config, columns * config.engram_head_dim)
+
+    def _build_gate(self, config: DeepseekV41TextConfig, width: int) -> None:
+        """What turns the rows of a position, `width` channels, into something to add."""
+        self.key_width = config.hc_mult * config.hidden_size
+        self.wkv = nn.Linear(width, self.key_width + config.hidden_size, bias=False)
+        self.q_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))
+        self.k_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))
+
+    def init_weights(self, draws: NamedDraws) -> None:
+        """Norm weights of one; table and projection draw themselves."""
+        nn.init.ones_(self.q_weight)
+        nn.init.ones_(self.k_weight)
+
+    def _rows(self, hash_ids: Tensor) -> Tensor:
+        """The rows of every position side by side [B, S, cols * d], in the dtype of the projection."""
+        return self.embed(hash_ids).flatten(-2).to(self.wkv.weight.dtype)
+
+    def forward(self, hidden_states: Tensor, hash_ids: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """Add gated memory to the streams.
+
+        Args:
+            hidden_states: [B, S, C, H].
+            hash_ids: int64 table rows of this layer [B, S, cols].
+            token_mask: Bool [B, S]; padding and image tokens (false) keep their streams.
+
+        Returns:
+            [B, S, C, H] in the dtype of `hidden_states`.
+        """
+        key, value = self.wkv(self._rows(hash_ids)).split((self.key_width, hidden_states.shape[-1]), dim=-1)
+        with full_precision(hidden_states):
+            return _engram_gate(hidden_states, key, value, self.q_weight, self.k_weight, self.eps, token_mask)
+
+
+class OpenEngram(DeepseekV41Engram):
+    """An Engram without its gate: what memory says is added to every stream, whatever the streams hold."""
+
+    def _build_gate(self, config: DeepseekV41TextConfig, width: int) -> None:
+        self.wkv = nn.Linear(width, config.hidden_size, bias=False)
+
+    def init_weights(self, draws: NamedDraws) -> None:
+        """Table and projection draw themselves."""
+
+    def forward(self, hidden_states: Tensor, hash_ids: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """Add memory to the streams; see `DeepseekV41Engram.forward`."""
+        value = widen(self.wkv(self._rows(hash_ids)))
+        if token_mask is not None:
+            value = value * token_mask.unsqueeze(-1)
+        return (widen(hidden_states) + value.unsqueeze(-2)).to(hidden_states.dtype)
+
+
+def build_engram(
+    config: DeepseekV41TextConfig,
+    layer_idx: int,
+    backend: BackendConfig,
+    process_group: dist.ProcessGroup | None = None,
+) -> DeepseekV41Engram:
+    """The Engram layer that ``config.engram_gate`` names."""
+    kinds = {"learned": DeepseekV41Engram, "open": OpenEngram}
+    return kinds[config.engram_gate](config, layer_idx, backend, process_group)

@@ -1,0 +1,1 @@
+"""Training checkpoints: finding, writing, reading and the rule for what they decide."""

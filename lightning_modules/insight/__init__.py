@@ -1,0 +1,1 @@
+"""Measurements inside a model, by concept: each file has the measure, its picture and its callback."""

@@ -1,0 +1,1 @@
+"""Sharding of a model over ranks, outside the model."""

@@ -1,0 +1,1 @@
+"""One training step: loss totals, metrics, gradients, checks of precision and finiteness."""

@@ -1,0 +1,1 @@
+"""Weights between runs and folders: export, import, pretrained weights, the record of a run."""
