@@ -36,7 +36,9 @@ from owner_lookup import draw_ids
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dsv41 import DeepseekV41TextConfig, engram, token_map
+from dsv41 import DeepseekV41TextConfig
+from dsv41.engram import layer as engram
+from dsv41.engram import token_map
 from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.engram.table import EngramTable
 from dsv41.engram.token_map import compressed_token_map

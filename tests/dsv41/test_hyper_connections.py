@@ -28,9 +28,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import dsv41
-from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, hyper_connections
+from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState
 from dsv41.hyper_connections import HyperConnection
+from dsv41.ops import mixing
 from dsv41.ops.mixing import collapse, compile_expand, expand, sinkhorn
 
 MakeConfig = Callable[..., DeepseekV41Config]
@@ -333,10 +334,10 @@ def test_values_and_gradients_of_a_site_equal_its_formulas(
     bound: float,
     narrow: float,
 ) -> None:
-    monkeypatch.setattr(hyper_connections, "CHUNK_BYTES", chunk * shape[2] * shape[3] * 4 + 3)
+    monkeypatch.setattr(mixing, "CHUNK_BYTES", chunk * shape[2] * shape[3] * 4 + 3)
     module = make_site(tiny_config, *shape[2:], hc_eps=0.01, rms_norm_eps=0.1, hc_sinkhorn_iters=5)
     site = Site(module, shape, dtype)
-    chunks = list(hyper_connections._chunks(site.streams))
+    chunks = list(mixing._chunks(site.streams))
     assert len(chunks) == -(-shape[0] * shape[1] // chunk), "as many tokens at a time as the case says"
     outputs = site.forward()
     gradients = torch.autograd.grad(outputs, list(site.leaves.values()), site.incoming)
@@ -364,7 +365,7 @@ def test_parameters_narrower_than_fp32_get_gradients_of_their_own_dtype(tiny_con
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_collapse_equal_its_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hyper_connections, "CHUNK_BYTES", 4 * 3 * 7 * 4)
+    monkeypatch.setattr(mixing, "CHUNK_BYTES", 4 * 3 * 7 * 4)
     streams, pre = random(2, 5, 3, 7, seed=35).to(dtype).requires_grad_(), random(2, 5, 3, seed=36).requires_grad_()
     incoming = random(2, 5, 7, seed=37).to(dtype)
     ours = torch.autograd.grad(collapse(streams, pre), (streams, pre), incoming)
@@ -416,7 +417,7 @@ class Made(TorchDispatchMode):
 def test_a_site_makes_nothing_as_large_as_the_streams_but_its_results_and_saves_nothing_as_large(
     tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(hyper_connections, "CHUNK_BYTES", 8 * 4 * 32 * 4)
+    monkeypatch.setattr(mixing, "CHUNK_BYTES", 8 * 4 * 32 * 4)
     site = Site(make_site(tiny_config, 4, hidden=32), (1, 64, 4, 32), dtype)
     size = site.streams.numel()
     saved: list[Tensor] = []
@@ -526,8 +527,8 @@ def counting_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounte
     compile_ = torch.compile
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=counter, **options))
-    monkeypatch.setattr(hyper_connections, "_expand", hyper_connections._expand_eager)
-    monkeypatch.setattr(hyper_connections, "_EXPAND_COMPILED", False)
+    monkeypatch.setattr(mixing, "_expand", mixing._expand_eager)
+    monkeypatch.setattr(mixing, "_EXPAND_COMPILED", False)
     yield counter
     torch._dynamo.reset()
 
@@ -539,9 +540,9 @@ def test_the_compiled_core_equals_the_formulas(
     counting_compiler: CompileCounterWithBackend, tiny_config: MakeConfig, dtype: torch.dtype
 ) -> None:
     compile_expand()
-    switched = hyper_connections._expand
+    switched = mixing._expand
     compile_expand()
-    assert hyper_connections._expand is switched, "asking twice is harmless"
+    assert mixing._expand is switched, "asking twice is harmless"
     site = Site(make_site(tiny_config, 4), (2, 5, 4, 6), dtype)
     for _ in range(2):
         outputs = site.forward()
@@ -562,7 +563,7 @@ def test_a_model_that_asks_for_it_runs_the_compiled_core_and_equals_eager(
     eager = golden_model()
     expected = eager(**arguments)
     expected.loss.backward()
-    assert hyper_connections._expand is hyper_connections._expand_eager
+    assert mixing._expand is mixing._expand_eager
     assert counting_compiler.frame_count == 0
     model = golden_model(backend=BackendConfig(compile_hc=True))
     out = model(**arguments)
@@ -579,12 +580,12 @@ def test_a_failing_compiler_leaves_the_eager_core(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tiny_config: MakeConfig
 ) -> None:
     def broken(function: Any, **_: Any) -> Any:
-        assert function is hyper_connections._expand_core
+        assert function is mixing._expand_core
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", broken)
-    monkeypatch.setattr(hyper_connections, "_expand", hyper_connections._expand_eager)
-    monkeypatch.setattr(hyper_connections, "_EXPAND_COMPILED", False)
+    monkeypatch.setattr(mixing, "_expand", mixing._expand_eager)
+    monkeypatch.setattr(mixing, "_EXPAND_COMPILED", False)
     site = Site(make_site(tiny_config, 4), (2, 5, 4, 6), torch.float32)
     expected = site.forward()[-1]
     compile_expand()
@@ -602,7 +603,7 @@ SCRIPT = """
 import logging, sys
 import torch
 from torch._dynamo.utils import counters
-from dsv41 import hyper_connections as hc
+from dsv41.ops import mixing as hc
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
 generator = torch.Generator().manual_seed(0)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, indexer_learning
+from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState, DeepseekV41Attention, attention_weights, window_mask
 from dsv41.indexer import Indexer, LearnedIndexer, build_indexer, learns_selection
+from dsv41.ops import divergence as divergence_file
 from dsv41.ops.divergence import divergence
 from dsv41.ops.quantization import fake_quantize
 from dsv41.ops.rope import layer_frequencies, rotate, rotation_table
@@ -91,8 +92,8 @@ def dense_divergence(q: Tensor, weights: Tensor, keys: Tensor, selection: Tensor
 def test_loss_and_gradients_equal_the_dense_formulation(
     case: Case, gather_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexer_learning, "GATHER_COST", gather_cost)
-    monkeypatch.setattr(indexer_learning, "CHUNK_BYTES", 1)  # chunks of 16 queries
+    monkeypatch.setattr(divergence_file, "GATHER_COST", gather_cost)
+    monkeypatch.setattr(divergence_file, "CHUNK_BYTES", 1)  # chunks of 16 queries
     leaves, selection, mass = case.inputs()
     found = []
     for function in (lambda *a: divergence(*a, case.ratio), dense_divergence):
@@ -149,7 +150,7 @@ def test_half_precision_inputs_get_an_fp32_loss_and_their_own_dtype_back() -> No
 def test_queries_times_heads_times_positions_never_exist_together(
     topk: int, largest_tensor: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexer_learning, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(divergence_file, "CHUNK_BYTES", 1 << 18)
     case = Case(1, 512, 16, topk=topk, ratio=1)
     leaves, selection, mass = case.inputs()
     with largest_tensor() as largest:

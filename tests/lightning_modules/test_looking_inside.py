@@ -17,14 +17,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dsv41 import BackendConfig, DeepseekV41Config, engram
+from dsv41 import BackendConfig, DeepseekV41Config
 from dsv41.config import IGNORE_INDEX
+from dsv41.engram import layer as engram
 from dsv41.engram.hash import hashed_tokens
 from lightning_modules.callbacks import EngramGates, EngramMemory, ExpertLoad, StreamMixers
-from lightning_modules.insight import engram_gates as gates_file
-from lightning_modules.callbacks import expert_load as load_file
-from lightning_modules.callbacks import stream_mixers as mixers_file
 from lightning_modules.cli import DeepseekV41CLI
+from lightning_modules.insight import engram_gates as gates_file
+from lightning_modules.insight import expert_load as load_file
+from lightning_modules.insight import mixers as mixers_file
 from lightning_modules.insight.drawing import pixels
 from lightning_modules.insight.hooks import ValidationObserver
 from lightning_modules.inspecting import Parsed

@@ -603,7 +603,7 @@ SCRIPT = """
 import logging, sys
 import torch
 from torch._dynamo.utils import counters
-from dsv41 import engram
+from dsv41.engram import layer as engram
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
 generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import dsv41
-from dsv41 import DeepseekV41Config, token_map
+from dsv41 import DeepseekV41Config
+from dsv41.engram import token_map
 from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.engram.token_map import compressed_token_map, fingerprint
 

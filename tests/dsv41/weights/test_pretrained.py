@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dsv41
-from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, model_folder
+from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
+from dsv41.weights import folder as model_folder
 from dsv41.checkpoint import save_released
 from dsv41.files import is_complete
 
