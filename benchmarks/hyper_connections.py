@@ -4,7 +4,7 @@
         [--compile] [--rounds 7] [--json FILE]
 
 "plain" writes the formulas of ARCHITECTURE 3 out under autograd; "matmul" does too, but mixes the streams by a matrix
-product, which spares the [C, C, H] products of every token. "ours" is `dsv41.hyper_connections`, "compiled" the same
+product, which spares the [C, C, H] products of every token. "ours" is `dsv41.ops.mixing`, "compiled" the same
 behind `compile_expand`. They run in turn, several rounds, one thread; shown are medians of the process's CPU time, and
 the largest amount of memory that torch's allocator held beyond the inputs (see `measure.py`). Values and gradients are
 compared with "plain" in float64; "error" is the largest relative norm of a difference.
@@ -24,13 +24,14 @@ import torch
 from measure import median_seconds, peak_bytes, write_json
 from torch import Tensor
 
-from dsv41 import BackendConfig, DeepseekV41TextConfig, hyper_connections
+from dsv41 import BackendConfig, DeepseekV41TextConfig
 from dsv41.hyper_connections import HyperConnection
+from dsv41.ops import mixing
 from dsv41.ops.compiled import CompiledCore
 from dsv41.ops.mixing import expand
 
 STREAMS = 4
-COMPILED = CompiledCore("mHC expansion", hyper_connections._expand_core)
+COMPILED = CompiledCore("mHC expansion", mixing._expand_core)
 
 Site = Callable[[HyperConnection, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -71,12 +72,12 @@ def matmul(site: HyperConnection, streams: Tensor, carried: Tensor) -> tuple[Ten
 
 def compiled(site: HyperConnection, streams: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
     """`ours` with the compiled core, without switching the whole process."""
-    eager = hyper_connections._expand
-    hyper_connections._expand = COMPILED
+    eager = mixing._expand
+    mixing._expand = COMPILED
     try:
         return ours(site, streams, carried)
     finally:
-        hyper_connections._expand = eager
+        mixing._expand = eager
 
 
 def step(site: Site, tokens: int, hidden: int, dtype: torch.dtype, exact: bool = False) -> Callable[[], list[Tensor]]:

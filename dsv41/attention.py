@@ -33,6 +33,7 @@ from dsv41.ops.quantization import fake_quantize
 from dsv41.ops.rope import layer_frequencies, rotate, rotation_table
 from dsv41.ops.selection import membership
 from dsv41.ops.sparse_attention import sparse_attention
+from dsv41.schedule import layer_plan
 
 
 class AttentionState(NamedTuple):
@@ -227,14 +228,13 @@ class DeepseekV41Attention(nn.Module):
         ratio: Tokens per compressed position that the site sees; 0 if it sees none.
     """
 
-    compresses = True
-
     def __init__(self, config: DeepseekV41TextConfig, layer_idx: int, backend: BackendConfig) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
         self.long_rotations = config.compress_ratios[layer_idx] > 0
-        self.ratio = config.compress_ratios[layer_idx] if self.compresses else 0
+        plan = layer_plan(config, layer_idx)
+        self.ratio = plan.ratio
         self.quantized = config.quantized_caches
         self.heads, self.width = config.num_attention_heads, config.head_dim
         self.groups, self.group_rank = config.o_groups, config.o_lora_rank
@@ -248,12 +248,8 @@ class DeepseekV41Attention(nn.Module):
         # One block per group, stacked along the rows as in the released tensor.
         self.wo_a = nn.Linear(self.heads * self.width // self.groups, self.groups * self.group_rank, bias=False)
         self.wo_b = nn.Linear(self.groups * self.group_rank, hidden, bias=False)
-        compressed = self.ratio > 0
-        self.compressor = (
-            Compressor(config, self.ratio) if compressed and layer_idx in config.kv_source_layer_ids else None
-        )
-        selects = compressed and layer_idx in config.index_source_layer_ids
-        self.indexer = build_indexer(config, layer_idx) if selects else None
+        self.compressor = Compressor(config, self.ratio) if plan.makes_keys else None
+        self.indexer = build_indexer(config, layer_idx) if plan.selects else None
 
     def _window(self, config: DeepseekV41TextConfig) -> int | None:
         """Raw positions that a query sees; None is all up to its own."""
@@ -340,9 +336,7 @@ class DeepseekV41Attention(nn.Module):
 
 
 class WindowAttention(DeepseekV41Attention):
-    """The window alone: no compressed positions, no indexer."""
-
-    compresses = False
+    """The window alone: a schedule without compressed positions, so neither compressor nor indexer."""
 
 
 class FullAttention(WindowAttention):

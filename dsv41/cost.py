@@ -25,6 +25,7 @@ import numpy as np
 from torch import nn
 
 from dsv41.config import DeepseekV41TextConfig
+from dsv41.schedule import layer_plan, layer_plans
 
 # First match wins, so a part stands before the one that contains it.
 PARTS = (
@@ -96,8 +97,8 @@ def scored_positions(config: DeepseekV41TextConfig, layer: int, length: int) -> 
         length: S.
     """
     visible = np.arange(1, length + 1) // config.compress_ratios[layer]
-    source, size, kept = config.candidate_source_layer_id, config.candidate_block_size, config.candidate_topk_blocks
-    if not 0 <= source < layer:
+    size, kept = config.candidate_block_size, config.candidate_topk_blocks
+    if not layer_plan(config, layer).obeys_candidates:
         return visible
     newest = visible - (-(-visible // size) - 1) * size
     return np.where(visible > kept * size, (kept - 1) * size + newest, visible)
@@ -161,15 +162,15 @@ def flops_per_sequence(config: DeepseekV41TextConfig, length: int) -> dict[str, 
     window = int(np.minimum(np.arange(1, length + 1), longest).sum())
     per_score = index_heads * (index_width + 1)
     scores_taught, selected = 0, 0
-    for layer in config.layers:
-        ratio = config.compress_ratios[layer] if config.attention == "csa2" else 0
-        if ratio and layer in config.index_source_layer_ids:
-            scored = scored_positions(config, layer, length)
+    for plan in layer_plans(config):
+        ratio = plan.ratio
+        if plan.selects:
+            scored = scored_positions(config, plan.layer, length)
             selected = int(np.minimum(scored, config.index_topk).sum())  # until another source selects
             sums["indexer projections"] += length * index_heads * (latent * index_width + hidden)
             sums["indexer scores"] += int(scored.sum()) * per_score
             scores_taught += selected * per_score
-        if ratio and layer in config.kv_source_layer_ids:
+        if plan.makes_keys:
             groups = length // ratio
             sums["attention compressors"] += hidden * width * (length if ratio == 1 else 2 * groups * ratio)
             sums["indexer projections"] += groups * width * index_width

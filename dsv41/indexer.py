@@ -34,6 +34,7 @@ from dsv41.ops.selection import (
     stable_topk,
     visible_positions,
 )
+from dsv41.schedule import layer_plan, layer_plans
 
 
 class Indexer(nn.Module):
@@ -49,18 +50,16 @@ class Indexer(nn.Module):
         self.heads = config.index_n_heads
         self.width = config.index_head_dim
         self.topk = config.index_topk
-        self.ratio = config.compress_ratios[layer_idx]
+        plan = layer_plan(config, layer_idx)
+        self.ratio = plan.ratio
         self.quantized = config.quantized_caches
         self.block_size = config.candidate_block_size
         self.topk_blocks = config.candidate_topk_blocks
-        source = config.candidate_source_layer_id
-        self.makes_candidates = layer_idx == source
-        self.obeys_candidates = 0 <= source < layer_idx
+        self.makes_candidates, self.obeys_candidates = plan.makes_candidates, plan.obeys_candidates
         self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.width, bias=False)
         self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
-        owns_keys = layer_idx in config.kv_source_layer_ids
-        self.wk = nn.Linear(config.head_dim, self.width, bias=False) if owns_keys else None
-        self.k_norm = RMSNorm(self.width, config.rms_norm_eps) if owns_keys else None
+        self.wk = nn.Linear(config.head_dim, self.width, bias=False) if plan.makes_keys else None
+        self.k_norm = RMSNorm(self.width, config.rms_norm_eps) if plan.makes_keys else None
 
     @property
     def learns(self) -> bool:
@@ -240,10 +239,7 @@ class LearnedIndexer(Indexer):
 
 def learns_selection(config: DeepseekV41TextConfig) -> bool:
     """Whether a model of this configuration has an indexer that learns."""
-    selects = config.attention == "csa2" and any(
-        layer < config.num_hidden_layers for layer in config.index_source_layer_ids
-    )
-    return selects and config.indexer == "learned"
+    return config.indexer == "learned" and any(plan.selects for plan in layer_plans(config))
 
 
 def build_indexer(config: DeepseekV41TextConfig, layer_idx: int) -> Indexer:

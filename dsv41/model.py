@@ -15,8 +15,9 @@ Shapes: B batch, S sequence, C streams, H hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -24,24 +25,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dsv41.attention import AttentionState, DeepseekV41Attention, build_attention
 from dsv41.backend import BackendConfig
-from dsv41.config import IGNORE_INDEX, DeepseekV41TextConfig
+from dsv41.config import DeepseekV41TextConfig
 from dsv41.engram import build_engram
-from dsv41.engram.hash import DeepseekV41NgramHash, check_integer_ids
+from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.engram.table import EngramTable
 from dsv41.engram.token_map import fast_backend
 from dsv41.hyper_connections import build_residual
 from dsv41.initialization import initialize_parameters
+from dsv41.inputs import TokenInputs, check_inputs, check_labels, select_positions
 from dsv41.moe import DeepseekV41MoE, RouterReport
 from dsv41.nested_config import DeepseekV41Config
 from dsv41.ops.cross_entropy import causal_lm_loss, chunked_causal_lm_loss
 from dsv41.ops.mixing import collapse
 from dsv41.ops.norm import RMSNorm
 from dsv41.ops.precision import full_precision, widen
-from dsv41.weights.pretrained import ModelInFolders
 
 if TYPE_CHECKING:
     from dsv41.engram.token_map import AnyTokenizer
@@ -86,10 +88,7 @@ class DeepseekV41Block(nn.Module):
         hidden_states: Tensor,
         pre_mix: Tensor,
         state: AttentionState,
-        position_ids: Tensor,
-        token_mask: Tensor,
-        image_mask: Tensor | None = None,
-        engram_hash_ids: Tensor | None = None,
+        tokens: TokenInputs,
     ) -> tuple[Tensor, Tensor, AttentionState, RouterReport]:
         """Run the block.
 
@@ -97,10 +96,7 @@ class DeepseekV41Block(nn.Module):
             hidden_states: Streams [B, S, C, H].
             pre_mix: Carried mixture [B, S, C] of the site before, fp32 (float64 in a float64 model).
             state: What earlier layers published.
-            position_ids: int64 [B, S].
-            token_mask: Bool [B, S], false at padding.
-            image_mask: Bool [B, S], true at image tokens, or None.
-            engram_hash_ids: int64 [B, S, engram_layers, columns]; None if the model has no Engram.
+            tokens: Positions, masks and hash ids of the batch.
 
         Returns:
             Streams, carried mixture and state for the next block, and what the router tells.
@@ -112,17 +108,16 @@ class DeepseekV41Block(nn.Module):
         if pre_mix.dtype != expected:
             raise TypeError(f"pre_mix: carried mixing coefficients must stay {expected}, got {pre_mix.dtype}")
         if self.engram is not None:
-            assert engram_hash_ids is not None
-            remembers = token_mask if image_mask is None else token_mask & ~image_mask
-            ids = engram_hash_ids[:, :, self.engram.layer_hash_index]
-            hidden_states = self.engram(hidden_states, ids, remembers)
+            assert tokens.engram_hash_ids is not None
+            ids = tokens.engram_hash_ids[:, :, self.engram.layer_hash_index]
+            hidden_states = self.engram(hidden_states, ids, tokens.text_mask)
 
         x, pre_mix, post, comb = self.attn_hc(hidden_states, pre_mix)
-        y, state = self.attn(self.attn_norm(x), state, position_ids, token_mask)
+        y, state = self.attn(self.attn_norm(x), state, tokens.position_ids, tokens.token_mask)
         hidden_states = self.attn_hc.write(y, hidden_states, post, comb)
 
         x, pre_mix, post, comb = self.ffn_hc(hidden_states, pre_mix)
-        y, report = self.ffn(self.ffn_norm(x), token_mask, image_mask)
+        y, report = self.ffn(self.ffn_norm(x), tokens.token_mask, tokens.image_mask)
         hidden_states = self.ffn_hc.write(y, hidden_states, post, comb)
         return hidden_states, pre_mix, state, report
 
@@ -135,11 +130,15 @@ class TrainingReport(NamedTuple):
         indexer_loss: What learned indexers learn from, in nats, summed over layers and live tokens: a scalar. None
             unless the forward is one of training.
         balance_loss: Sequence-wise balance loss of the routers, summed over layers and live tokens: a scalar, or None.
+        nats: Cross-entropy summed over the predicted tokens, in nats: a scalar. None without labels.
+        tokens: Number of predicted tokens, int64 scalar. None without labels.
     """
 
     expert_load: Tensor
     indexer_loss: Tensor | None = None
     balance_loss: Tensor | None = None
+    nats: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @dataclass
@@ -147,7 +146,8 @@ class DeepseekV41Output(CausalLMOutputWithPast):
     """Results of `DeepseekV41ForCausalLM.forward`.
 
     Attributes:
-        report: What training may want to know beside the loss, which is the language model's alone.
+        loss: Mean cross-entropy in nats over predicted tokens; the language model's alone.
+        report: Sums for training: loss and count, expert load, losses of indexers and routers.
     """
 
     report: TrainingReport | None = None
@@ -199,53 +199,6 @@ class DeepseekV41Model(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def check_inputs(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        image_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Token mask (bool [B, S]) and positions (int64 [B, S]) of a batch; errors as in `forward`."""
-        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise ValueError(f"input_ids: must have shape [batch, sequence >= 1], got {list(input_ids.shape)}")
-        strict = self.backend.strict_validation
-        check_integer_ids(input_ids, "input_ids", self.embed_tokens.num_embeddings, strict)
-        batch, length = input_ids.shape
-        if length > self.config.max_position_embeddings:
-            raise ValueError(
-                f"input_ids: sequence length {length} exceeds max_position_embeddings="
-                f"{self.config.max_position_embeddings}"
-            )
-        host_checks = strict or not input_ids.is_cuda
-        positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
-        if position_ids is not None:
-            if position_ids.is_floating_point() or position_ids.shape != input_ids.shape:
-                raise ValueError(
-                    f"position_ids: must be integers {[batch, length]}, "
-                    f"got {position_ids.dtype} {list(position_ids.shape)}"
-                )
-            if host_checks and not torch.equal(position_ids.long(), positions):
-                raise ValueError(f"position_ids: rows are whole sequences, so they must be 0..{length - 1} in each row")
-        if image_mask is not None and (image_mask.dtype != torch.bool or image_mask.shape != input_ids.shape):
-            raise ValueError(
-                f"image_mask: must be bool {[batch, length]}, got {image_mask.dtype} {list(image_mask.shape)}"
-            )
-        if attention_mask is None:
-            return torch.ones_like(input_ids, dtype=torch.bool), positions
-        if attention_mask.is_floating_point() or attention_mask.is_complex() or attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask: must be bool or integer 0/1 of shape {[batch, length]}, "
-                f"got {attention_mask.dtype} {list(attention_mask.shape)}"
-            )
-        mask = attention_mask.bool()
-        if host_checks:
-            if not torch.equal(mask.to(attention_mask.dtype), attention_mask):
-                raise ValueError("attention_mask: entries must be 0 or 1")
-            if (mask[:, 1:] & ~mask[:, :-1]).any():
-                raise ValueError("attention_mask: padding must be on the right: no 1 may follow a 0 in a row")
-        return mask, positions
-
     def forward(
         self,
         input_ids: Tensor,
@@ -269,10 +222,20 @@ class DeepseekV41Model(nn.Module):
         Raises:
             ValueError: Wrong shape, dtype or range; the message names the argument and what is valid.
         """
-        token_mask, positions = self.check_inputs(input_ids, attention_mask, position_ids, image_mask)
-        hash_ids = None
+        vocabulary = self.embed_tokens.num_embeddings
+        tokens = check_inputs(
+            input_ids,
+            attention_mask,
+            position_ids,
+            image_mask,
+            # With an Engram, ids of the tokenizer: the vocabulary may be padded beyond it.
+            limit=vocabulary if self.engram_hash is None else min(vocabulary, len(self.engram_hash.token_map)),
+            longest=self.config.max_position_embeddings,
+            strict=self.backend.strict_validation,
+        )
         if self.engram_hash is not None:
-            hash_ids = self.engram_hash(input_ids, token_mask if image_mask is None else token_mask & ~image_mask)
+            hash_ids = self.engram_hash(input_ids, tokens.text_mask, checked=True)
+            tokens = tokens._replace(engram_hash_ids=hash_ids)
         embedded = self.embed_tokens(input_ids)
         streams = embedded.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         pre_mix = torch.zeros(
@@ -284,7 +247,7 @@ class DeepseekV41Model(nn.Module):
         reports: list[RouterReport] = []
         recompute = self.backend.gradient_checkpointing and torch.is_grad_enabled()
         for block in self.layers:
-            arguments = (streams, pre_mix, state, positions, token_mask, image_mask, hash_ids)
+            arguments = (streams, pre_mix, state, tokens)
             if recompute:
                 streams, pre_mix, state, report = checkpoint(block, *arguments, use_reentrant=False)
             else:
@@ -302,7 +265,7 @@ class DeepseekV41Model(nn.Module):
         return hidden, tuple(kept) if output_hidden_states else None, told
 
 
-class DeepseekV41ForCausalLM(ModelInFolders):
+class DeepseekV41ForCausalLM(PreTrainedModel):
     """DeepSeek-V4.1 with its language-model head.
 
     Args:
@@ -343,6 +306,33 @@ class DeepseekV41ForCausalLM(ModelInFolders):
 
     def _draw_parameters(self) -> None:
         initialize_parameters(self, self.config.text_config.initializer_range)
+
+    # Files and hubs stand above the model (`dsv41.weights`), so the three methods that transformers expects here import
+    # them when they are called.
+
+    @classmethod
+    def _from_config(cls, config: DeepseekV41Config, **options: Any) -> Self:
+        """Freshly drawn model; see `dsv41.weights.pretrained.from_config`."""
+        from dsv41.weights.pretrained import from_config
+
+        return from_config(cls, config, **options)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any
+    ) -> Self:
+        """Model with the weights of a folder; see `dsv41.weights.pretrained.from_pretrained` for options and errors."""
+        from dsv41.weights.pretrained import from_pretrained
+
+        return from_pretrained(cls, pretrained_model_name_or_path, **options)
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike[str], **options: Any
+    ) -> Any:
+        """Write weights, configuration, tokenizer and card; see `dsv41.weights.pretrained.save_pretrained`."""
+        from dsv41.weights.pretrained import save_pretrained
+
+        return save_pretrained(self, save_directory, **options)
 
     def prepare_model_owned_dtensors(self, fsdp_mesh: DeviceMesh) -> set[nn.Parameter]:
         """Register the Engram tables as DTensors over `fsdp_mesh`, before ``fully_shard`` records what it ignores.
@@ -455,32 +445,15 @@ class DeepseekV41ForCausalLM(ModelInFolders):
         else:
             logits = self.project(select_positions(hidden, logits_to_keep))
             loss = None if labels is None else causal_lm_loss(logits, labels)
+        if loss is not None:
+            report = report._replace(nats=loss.nats, tokens=loss.tokens)
         states = (streams or ()) + ((hidden,) if return_hidden_states else ())
-        return DeepseekV41Output(loss=loss, logits=logits, hidden_states=states or None, report=report)
+        return DeepseekV41Output(
+            loss=None if loss is None else loss.mean, logits=logits, hidden_states=states or None, report=report
+        )
 
     def project(self, hidden: Tensor) -> Tensor:
         """The head: [..., H] to logits [..., V], at least fp32 whatever the model's dtype."""
         with full_precision(hidden):
             wide = widen(hidden)
             return F.linear(wide, self.lm_head.weight.to(wide.dtype))
-
-
-def select_positions(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """Positions of `hidden` [B, S, H] that get logits; see `DeepseekV41ForCausalLM.forward`."""
-    length = hidden.shape[1]
-    if isinstance(logits_to_keep, Tensor):
-        if logits_to_keep.dim() != 1:
-            raise ValueError(f"logits_to_keep: positions must be one-dimensional, got {list(logits_to_keep.shape)}")
-        check_integer_ids(logits_to_keep, "logits_to_keep", length, strict=True)
-        return hidden[:, logits_to_keep]
-    if not 0 <= logits_to_keep <= length:
-        raise ValueError(f"logits_to_keep: must lie in 0..{length}, got {logits_to_keep}")
-    return hidden if logits_to_keep == 0 else hidden[:, -logits_to_keep:]
-
-
-def check_labels(labels: Tensor, input_ids: Tensor, vocab_size: int) -> None:
-    """Raise ValueError unless `labels` are ids of the vocabulary or -100, shaped like `input_ids`."""
-    if labels.shape != input_ids.shape:
-        raise ValueError(f"labels: must have the shape of input_ids {list(input_ids.shape)}, got {list(labels.shape)}")
-    live = torch.where(labels == IGNORE_INDEX, torch.zeros_like(labels), labels)
-    check_integer_ids(live, f"labels (apart from {IGNORE_INDEX})", vocab_size, strict=not labels.is_cuda)

@@ -23,6 +23,8 @@ from dsv41.cost import watched_part
 from dsv41.indexer import LearnedIndexer, learns_selection
 from dsv41.model import TrainingReport
 from dsv41.moe import imbalance, move_biases_
+from dsv41.ops.cross_entropy import next_tokens
+from dsv41.schedule import layer_plans
 from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.data.token_bytes import token_byte_lengths
 from lightning_modules.optim.groups import OptimizerConfig, build_optimizer, group_settings
@@ -239,9 +241,11 @@ class DeepseekV41Task(L.LightningModule):
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, TrainingReport]:
         """Summed cross-entropy in nats and the number of predicted tokens, both scalars; and the model's report."""
-        out = self.built(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"])
-        tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-        return out.loss * tokens, tokens, out.report
+        report = self.built(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).report
+        assert report is not None
+        assert report.nats is not None  # labels were given
+        assert report.tokens is not None
+        return report.nats, report.tokens, report
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss whose gradients, added up over the micro-batches of a step, `configure_gradient_clipping` can turn into
@@ -340,8 +344,8 @@ class DeepseekV41Task(L.LightningModule):
         config = self.built.config.text_config
         live = step.live.clamp_min(1)
         if learns_selection(config):
-            sources = [layer for layer in config.index_source_layer_ids if layer < config.num_hidden_layers]
-            self.log("train/indexer_loss", (step.indexer / live / len(sources)).float())
+            sources = sum(plan.selects for plan in layer_plans(config))
+            self.log("train/indexer_loss", (step.indexer / live / sources).float())
         if config.router_balance_loss_weight > 0:
             self.log("train/balance_loss", (step.balance / live / config.num_hidden_layers).float())
         busiest = imbalance(step.load.sum(1))
@@ -352,7 +356,7 @@ class DeepseekV41Task(L.LightningModule):
 
     def _evaluate(self, batch: Batch) -> None:
         nats, tokens, _ = self._forward(batch)
-        targets = batch["labels"][:, 1:]
+        targets = next_tokens(batch["labels"])
         byte_count = self.token_bytes[targets.clamp_min(0)].masked_fill(targets == IGNORE_INDEX, 0).sum()
         self.metrics.update(nats, tokens, byte_count)
 

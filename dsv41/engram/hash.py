@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dsv41.config import DeepseekV41TextConfig
 from dsv41.engram.token_map import compressed_token_map, fast_backend, fingerprint
+from dsv41.inputs import check_integer_ids
 
 if TYPE_CHECKING:
     from dsv41.engram.token_map import AnyTokenizer
@@ -33,30 +34,6 @@ def hash_multipliers(layer: int, ngram_size: int, compressed_vocab_size: int) ->
     bound = max(1, (np.iinfo(np.int64).max // compressed_vocab_size) // 2)
     generator = np.random.default_rng(MULTIPLIER_SEED * layer)
     return generator.integers(0, bound, size=ngram_size, dtype=np.int64) * 2 + 1
-
-
-def check_integer_ids(ids: Tensor, name: str, limit: int, strict: bool) -> None:
-    """Check an id tensor of any shape.
-
-    Args:
-        ids: The tensor.
-        name: What to call it in a message.
-        limit: Ids must lie in 0 to ``limit - 1``.
-        strict: Check on the host; false uses a device-side assert on CUDA.
-
-    Raises:
-        ValueError: Not int32 or int64, or out of range; the message has the range and the offending id.
-    """
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: must be int32 or int64 ids in 0..{limit - 1}, got {ids.dtype}")
-    # The choice depends on the device and the flag only, never on how many ids there are.
-    if ids.is_cuda and not strict:
-        torch._assert_async(((ids >= 0) & (ids < limit)).all())
-        return
-    if ids.numel() and not ids.is_meta:
-        low, high = (int(value) for value in ids.aminmax())
-        if low < 0 or high >= limit:
-            raise ValueError(f"{name}: ids must lie in 0..{limit - 1}, got {low if low < 0 else high}")
 
 
 def hashed_tokens(config: DeepseekV41TextConfig, tokenizer: AnyTokenizer) -> npt.NDArray[np.int64]:
@@ -127,7 +104,11 @@ class DeepseekV41NgramHash(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, input_ids: Tensor, token_mask: Tensor | None = None, sequence_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        token_mask: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        checked: bool = False,
     ) -> Tensor:
         """Hash every position's n-grams.
 
@@ -135,6 +116,7 @@ class DeepseekV41NgramHash(nn.Module):
             input_ids: int32 or int64 token ids [B, S], rows complete from their start.
             token_mask: Bool [B, S]; a false token (image, padding) counts as blocked for itself and all behind it.
             sequence_ids: Integer document numbers [B, S]; lookback stops where they change, 0 marks padding.
+            checked: The caller has checked the range of the ids (a second host read is left out).
 
         Returns:
             int64 table rows [B, S, engram_layers, (N - 1) * heads]; columns ordered by n-gram size, then head.
@@ -142,7 +124,7 @@ class DeepseekV41NgramHash(nn.Module):
         Raises:
             ValueError: Ids out of range, wrong dtypes or shapes.
         """
-        tokens = self._tokens_back(input_ids, token_mask, sequence_ids)
+        tokens = self._tokens_back(input_ids, token_mask, sequence_ids, checked)
         value = next(tokens).unsqueeze(-1) * self.multipliers[:, 0]
         # Written in place: the rows are as many times larger than everything before them as there are heads.
         rows = value.new_empty(*value.shape, *self.primes.shape[1:])
@@ -163,12 +145,13 @@ class DeepseekV41NgramHash(nn.Module):
         return torch.stack(list(self._tokens_back(input_ids, token_mask, sequence_ids)), dim=-1)
 
     def _tokens_back(
-        self, input_ids: Tensor, token_mask: Tensor | None, sequence_ids: Tensor | None
+        self, input_ids: Tensor, token_mask: Tensor | None, sequence_ids: Tensor | None, checked: bool = False
     ) -> Iterator[Tensor]:
         """The compressed ids of every position, then of the one behind it, and so on: N times int64 [B, S]."""
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids: must have shape [batch, sequence], got {list(input_ids.shape)}")
-        check_integer_ids(input_ids, "input_ids", len(self.token_map), self.strict_validation)
+        if not checked:
+            check_integer_ids(input_ids, "input_ids", len(self.token_map), self.strict_validation)
         alive = _check_token_mask(token_mask, sequence_ids, input_ids)
         compressed = self.token_map[input_ids.long()].masked_fill(~alive, self.pad_id)
         yield compressed

@@ -33,8 +33,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dsv41.engram.hash import check_integer_ids
 from dsv41.initialization import NamedDraws
+from dsv41.inputs import check_integer_ids
 from dsv41.ranks import local_rows, owned_rows
 
 

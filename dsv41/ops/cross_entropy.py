@@ -13,7 +13,7 @@ Shapes: B batch, S sequence, H hidden, V vocabulary, N = B * S positions.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,30 +28,47 @@ LOGIT_BYTES = 16 << 20
 FEWEST_ROWS = 128  # of a chunk, whatever the vocabulary
 
 
+class CrossEntropy(NamedTuple):
+    """Loss as sum and count, so that means over several batches or ranks can be made of it.
+
+    Attributes:
+        nats: Cross-entropy summed over predicted tokens, a scalar.
+        tokens: Number of predicted tokens, int64 scalar.
+    """
+
+    nats: Tensor
+    tokens: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """Nats per predicted token; 0 if there are none."""
+        return self.nats / self.tokens.clamp_min(1)
+
+
 def next_tokens(labels: Tensor) -> Tensor:
-    """What each position predicts: `labels` [B, S] shifted by one to the left, int64, -100 at the end of a row."""
+    """Target of each position: `labels` [B, S] shifted by one to the left, int64, -100 at the end of a row."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).long()
 
 
-def causal_lm_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    """Next-token cross-entropy in nats.
+def _count(targets: Tensor) -> Tensor:
+    return (targets != IGNORE_INDEX).sum()
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor) -> CrossEntropy:
+    """Next-token cross-entropy.
 
     Args:
         logits: [B, S, V], at least fp32; position p predicts label p + 1.
         labels: int64 [B, S], -100 where ignored.
-        reduction: "mean" over live labels (0 if there are none) or "sum".
-
-    Returns:
-        Scalar.
     """
     targets = labels[:, 1:].reshape(-1).long()
     total = F.cross_entropy(
         logits[:, :-1].reshape(-1, logits.shape[-1]), targets, ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    return _reduced(total, targets, reduction)
+    return CrossEntropy(total, _count(targets))
 
 
-def chunked_causal_lm_loss(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+def chunked_causal_lm_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> CrossEntropy:
     """`causal_lm_loss` of ``hidden @ weight.T`` without the logits.
 
     Gradients are made in forward, where they are needed, and scaled in place in backward: a graph that is kept can be
@@ -61,23 +78,16 @@ def chunked_causal_lm_loss(hidden: Tensor, weight: Tensor, labels: Tensor, reduc
         hidden: [B, S, H].
         weight: Of the head [V, H], at least fp32; products are in its dtype, or wider if `hidden` is.
         labels: int64 [B, S], -100 where ignored.
-        reduction: As in `causal_lm_loss`.
 
     Returns:
-        Scalar, at least fp32.
+        The sum is at least fp32.
     """
     targets = next_tokens(labels).flatten()
     # How many positions are live is not asked of a GPU, which would have to be waited for.
     drop_dead = not hidden.is_cuda
     with full_precision(hidden):
         total = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, drop_dead, torch.is_grad_enabled())
-    return _reduced(total, targets, reduction)
-
-
-def _reduced(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    if reduction == "sum":
-        return total
-    return total / (targets != IGNORE_INDEX).sum().clamp_min(1)
+    return CrossEntropy(total, _count(targets))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -13,10 +13,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from dsv41.config import SWITCHES, DeepseekV41TextConfig
 from dsv41.cost import parameters_by_part
 from dsv41.engram.token_map import fast_backend
+from dsv41.model import DeepseekV41ForCausalLM
+from dsv41.schedule import layer_plans
 
 if TYPE_CHECKING:
     from dsv41.engram.token_map import AnyTokenizer
-    from dsv41.model import DeepseekV41ForCausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,8 @@ def _use(config: DeepseekV41TextConfig, has_tokenizer: bool) -> str:
 
 
 def _architecture(config: DeepseekV41TextConfig) -> list[tuple[str, str]]:
-    ratios = config.compress_ratios[: config.num_hidden_layers] if config.attention == "csa2" else []
+    plans = layer_plans(config)
+    ratios = [plan.ratio for plan in plans] if config.attention == "csa2" else []
     streams = "one residual stream" if config.hc_mult == 1 else f"{config.hc_mult} residual streams"
     rows = [
         ("layers", f"{config.num_hidden_layers}"),
@@ -180,11 +182,8 @@ def _architecture(config: DeepseekV41TextConfig) -> list[tuple[str, str]]:
             what = "every position" if ratio == 1 else f"one compressed position per {ratio} tokens"
             rows.append((f"compression {ratio}", f"layers {layers}: {what}, {config.index_topk:,} selected per query"))
     if any(ratios):
-        existing = [
-            [i for i in ids if i < len(ratios)] for ids in (config.kv_source_layer_ids, config.index_source_layer_ids)
-        ]
-        rows.append(("compressed keys made in", f"layers {_ranges(existing[0])}"))
-        rows.append(("selections made in", f"layers {_ranges(existing[1])}"))
+        rows.append(("compressed keys made in", f"layers {_ranges([plan.layer for plan in plans if plan.makes_keys])}"))
+        rows.append(("selections made in", f"layers {_ranges([plan.layer for plan in plans if plan.selects])}"))
     rows.append(
         (
             "experts",

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dsv41.attention import AttentionCore, window_mask
-from dsv41.config import DeepseekV41TextConfig
 from dsv41.model import DeepseekV41ForCausalLM
 from dsv41.ops.selection import membership, visible_positions
+from dsv41.schedule import LayerPlan, layer_plans
 from lightning_modules.insight.drawing import heat_map, new_axes
 from lightning_modules.notebook.taps import See, watch
 
@@ -146,54 +146,6 @@ def parameters_table(counts: Mapping[str, int]) -> str:
 # ------------------------------------------------------------------ who owns what
 
 
-class LayerPlan(NamedTuple):
-    """What an attention site reads, and which layer has made it; None where it reads no such thing.
-
-    Attributes:
-        layer: Zero-based.
-        ratio: Tokens per compressed position; 0 if it sees none.
-        role: "Full", "Reindex" or "Reuse" (docs/ARCHITECTURE.md, section 4); "window" or "dense" without compressed
-            positions.
-        compressed_kv: Owner of the compressed keys and values.
-        index_keys: Owner of the keys that its indexer scores.
-        selection: Owner of the selected positions.
-        candidate_pool: Owner of the pool that its indexer makes or has to stay in.
-    """
-
-    layer: int
-    ratio: int
-    role: str
-    compressed_kv: int | None = None
-    index_keys: int | None = None
-    selection: int | None = None
-    candidate_pool: int | None = None
-
-
-def schedule(config: DeepseekV41TextConfig) -> list[LayerPlan]:
-    """The plan of every layer, from the configuration's schedules."""
-    plans = []
-    for layer in config.layers:
-        ratio = config.compress_ratios[layer] if config.attention == "csa2" else 0
-        if ratio == 0:
-            plans.append(LayerPlan(layer, 0, "dense" if config.attention == "full" else "window"))
-            continue
-        keys = max(source for source in config.kv_source_layer_ids if source <= layer)
-        selection = max(source for source in config.index_source_layer_ids if source <= layer)
-        selects, pool = selection == layer, config.candidate_source_layer_id
-        plans.append(
-            LayerPlan(
-                layer,
-                ratio,
-                role="Full" if keys == layer else "Reindex" if selects else "Reuse",
-                compressed_kv=keys,
-                index_keys=keys if selects else None,
-                selection=selection,
-                candidate_pool=pool if selects and 0 <= pool <= layer else None,
-            )
-        )
-    return plans
-
-
 _SHARED = {
     "compressed_kv": "compressed KV",
     "index_keys": "index keys",
@@ -207,7 +159,7 @@ def schedule_picture(plans: Sequence[LayerPlan]) -> Figure:
     """Layers across, what they share down: coloured by the layer that owns it, empty where a layer has no use for it.
 
     Args:
-        plans: Of `schedule`.
+        plans: Of `dsv41.schedule.layer_plans`.
     """
     owners = [[getattr(plan, name) for plan in plans] for name in _SHARED]
     numbers = {owner: n for n, owner in enumerate(sorted({o for row in owners for o in row if o is not None}))}
@@ -272,7 +224,7 @@ def attended(model: DeepseekV41ForCausalLM, batch: Mapping[str, Tensor]) -> list
     """
     found: list[Attended] = []
     taps: list[tuple[nn.Module, See]] = []
-    for plan, block in zip(schedule(model.config.text_config), model.model.layers, strict=True):
+    for plan, block in zip(layer_plans(model.config.text_config), model.model.layers, strict=True):
         core: Any = block.attn.core
 
         def see(given: tuple[Any, ...], _: Any, plan: LayerPlan = plan, core: AttentionCore = core) -> None:

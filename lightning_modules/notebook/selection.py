@@ -12,10 +12,11 @@ from torch import Tensor
 from dsv41.config import DeepseekV41TextConfig
 from dsv41.cost import flops_per_sequence, part_of, scored_positions
 from dsv41.ops.selection import membership
+from dsv41.schedule import LayerPlan, layer_plans
 from lightning_modules.budget import named_parameters
 from lightning_modules.insight.engram_gates import readable
 from lightning_modules.insight.selection import selection_recall, visible_mass
-from lightning_modules.insight.shapes import Attended, LayerPlan, schedule
+from lightning_modules.insight.shapes import Attended
 from lightning_modules.inspecting import readable_count, readable_size
 from lightning_modules.notebook.code_spans import code, code_cell
 
@@ -294,7 +295,7 @@ def saving(name: str, config: DeepseekV41TextConfig, lengths: Sequence[int]) -> 
     if not config.quantized_caches:
         raise ValueError("quantized_caches: must be true, since the bytes are those of the rounded formats")
     parameters = named_parameters(config)
-    plans = schedule(config)
+    plans = layer_plans(config)
     dense = config.attention == "full"
     raw_bytes = len(plans) * _stored_bytes(config.head_dim, 8, 32)
     compressed_bytes = _stored_bytes(config.head_dim, 4, 16) + _stored_bytes(config.index_head_dim, 4, 32)

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
-from dsv41.checkpoint import SaveAudit, save_for_transformers, save_released
 from dsv41.initialization import initialize_parameters
 from dsv41.weights.card import model_card
 from dsv41.weights.folder import read_tokenizer
-from dsv41.weights.writing import require_free, size_in_bytes
+from dsv41.weights.saving import save_for_transformers, save_released
+from dsv41.weights.writing import SaveAudit, require_free, size_in_bytes
 from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.checkpoint import sharded as sharded_checkpoint
 from lightning_modules.checkpoint.safe_load import read_plain, require_sound

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerFast
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
-from dsv41.checkpoint import LoadAudit, load_released
 from dsv41.weights.folder import CONFIG_NAME, TOKENIZER_NAME, read_tokenizer
+from dsv41.weights.reading import LoadAudit, load_released
 from lightning_modules.checkpoint.rule import differences
 from lightning_modules.text import first_few
 

@@ -173,7 +173,7 @@ def live_tokens(batches: Iterable[Batch]) -> int:
 
 
 def nats(model: DeepseekV41ForCausalLM, b: Batch) -> Tensor:
-    return causal_lm_loss(model(b.ids, attention_mask=b.mask).logits, b.labels, reduction="sum")
+    return causal_lm_loss(model(b.ids, attention_mask=b.mask).logits, b.labels).nats
 
 
 def all_ranks() -> range:

@@ -31,6 +31,7 @@ import dsv41
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState
 from dsv41.hyper_connections import HyperConnection
+from dsv41.inputs import check_inputs
 from dsv41.ops import mixing
 from dsv41.ops.mixing import collapse, compile_expand, expand, sinkhorn
 
@@ -810,9 +811,9 @@ def test_a_block_refuses_carried_coefficients_of_another_dtype(
 ) -> None:
     block = tiny_model().model.layers[0].to(streams)
     x = torch.zeros(1, 3, 4, 64, dtype=streams)
-    positions, live = torch.arange(3).unsqueeze(0), torch.ones(1, 3, dtype=torch.bool)
+    tokens = check_inputs(torch.arange(3).unsqueeze(0), limit=9, longest=9, strict=True)
     with pytest.raises(TypeError, match=r"^pre_mix: carried mixing coefficients must stay torch\.float"):
-        block(x, torch.zeros(1, 3, 4, dtype=carried), AttentionState(), positions, live)
+        block(x, torch.zeros(1, 3, 4, dtype=carried), AttentionState(), tokens)
 
 
 @pytest.mark.parametrize(
@@ -824,7 +825,7 @@ def test_a_block_keeps_the_dtypes_of_streams_and_coefficients(
 ) -> None:
     block = tiny_model().model.layers[0].to(streams)
     x = random(1, 3, 4, 64, seed=27).to(streams)
-    positions, live = torch.arange(3).unsqueeze(0), torch.ones(1, 3, dtype=torch.bool)
-    out, mix, *_ = block(x, random(1, 3, 4, seed=28).to(carried), AttentionState(), positions, live)
+    tokens = check_inputs(torch.arange(3).unsqueeze(0), limit=9, longest=9, strict=True)
+    out, mix, *_ = block(x, random(1, 3, 4, seed=28).to(carried), AttentionState(), tokens)
     assert out.dtype == streams
     assert mix.dtype == carried

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState
+from dsv41.inputs import check_inputs
 from dsv41.weights.names import released_slots
 
 Models = Callable[..., DeepseekV41ForCausalLM]
@@ -532,7 +533,7 @@ def test_a_block_refuses_mixes_that_lost_their_precision(
     block = tiny_model().model.layers[0]
     arguments = (torch.randn(1, 4, 4, 64).to(streams), torch.ones(1, 4, 4).to(mix), AttentionState())
     with pytest.raises(TypeError, match=r"^pre_mix: .*must stay torch.float(32|64), got torch\."):
-        block(*arguments, torch.arange(4).unsqueeze(0), torch.ones(1, 4, dtype=torch.bool))
+        block(*arguments, check_inputs(torch.arange(4).unsqueeze(0), limit=9, longest=9, strict=True))
 
 
 def test_initial_values_depend_on_name_and_seed_only(tiny_model: Models) -> None:

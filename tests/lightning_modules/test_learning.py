@@ -283,7 +283,7 @@ def oracle_gradients(
         indexer = out.report.indexer_loss
         loss = indexer
         if language:
-            loss = loss + causal_lm_loss(out.logits, batch["labels"], reduction="sum") + weight * balance
+            loss = loss + causal_lm_loss(out.logits, batch["labels"]).nats + weight * balance
         (loss / predicted).backward()
         for name, value in (("balance", balance), ("indexer", indexer), ("live", live.sum())):
             sums[name] += float(value.detach())

@@ -110,7 +110,7 @@ def oracle_gradient(model: torch.nn.Module, batches: list[dict[str, Tensor]]) ->
     value = 0.0
     for batch in batches:
         logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        loss = causal_lm_loss(logits, batch["labels"], reduction="sum") / tokens
+        loss = causal_lm_loss(logits, batch["labels"]).nats / tokens
         loss.backward()
         value += float(loss.detach())
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, value
@@ -192,7 +192,7 @@ def test_validation_is_the_same_for_any_batch_size(
     for batch in batches:
         with torch.no_grad():
             logits = task.built(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        nats += float(causal_lm_loss(logits, batch["labels"], reduction="sum"))
+        nats += float(causal_lm_loss(logits, batch["labels"]).nats)
         live = batch["labels"][:, 1:][batch["labels"][:, 1:] != IGNORE_INDEX]
         tokens += len(live)
         byte_count += float((live % 5 + 1).sum())

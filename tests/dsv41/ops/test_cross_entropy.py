@@ -36,25 +36,25 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def whole(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "mean") -> tuple[Tensor, ...]:
+def whole(hidden: Tensor, weight: Tensor, labels: Tensor, kind: str = "mean") -> tuple[Tensor, ...]:
     """Loss and gradients by autograd, in float64."""
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    loss = causal_lm_loss(exact[0] @ exact[1].t(), labels, reduction)
+    loss = getattr(causal_lm_loss(exact[0] @ exact[1].t(), labels), kind)
     return loss.detach(), *torch.autograd.grad(loss, exact, torch.tensor(0.7, dtype=torch.float64))
 
 
-def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "mean") -> tuple[Tensor, ...]:
-    loss = chunked_causal_lm_loss(hidden, weight, labels, reduction)
+def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, kind: str = "mean") -> tuple[Tensor, ...]:
+    loss: Tensor = getattr(chunked_causal_lm_loss(hidden, weight, labels), kind)
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), torch.tensor(0.7, dtype=loss.dtype))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["mean", "nats"])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 4e-3)]
 )
-def test_loss_and_gradients_equal_those_of_all_logits(reduction: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_loss_and_gradients_equal_those_of_all_logits(kind: str, dtype: torch.dtype, tolerance: float) -> None:
     hidden, weight, labels = batch(dtype)
-    ours, theirs = chunked(hidden, weight, labels, reduction), whole(hidden, weight, labels, reduction)
+    ours, theirs = chunked(hidden, weight, labels, kind), whole(hidden, weight, labels, kind)
     assert ours[0].dtype == weight.dtype
     assert [gradient.dtype for gradient in ours[1:]] == [hidden.dtype, weight.dtype]
     # Only the gradient of bf16 hidden states is rounded to bf16; the arithmetic is fp32.
@@ -113,8 +113,9 @@ def test_logits_are_made_for_live_positions_only_and_a_few_at_a_time() -> None:
     hidden, weight, labels = batch(torch.float32)
     live = int((next_tokens(labels) != -100).sum())
     assert live == 25 + 30
+    assert int(chunked_causal_lm_loss(hidden, weight, labels).tokens) == live
     with Watch() as watch:
-        loss = chunked_causal_lm_loss(hidden, weight, labels)
+        loss = chunked_causal_lm_loss(hidden, weight, labels).mean
         loss.backward()
     assert watch.rows == [7] * 7 + [6]
     assert max(size for _, size in watch.made) == VOCABULARY * HIDDEN
@@ -122,7 +123,7 @@ def test_logits_are_made_for_live_positions_only_and_a_few_at_a_time() -> None:
 
 def test_dead_positions_that_take_part_change_nothing() -> None:
     hidden, weight, labels = batch()
-    expected = whole(hidden, weight, labels, "sum")
+    expected = whole(hidden, weight, labels, "nats")
     with Watch() as watch:
         loss = module._ChunkedCrossEntropy.apply(
             hidden.flatten(0, 1), weight, next_tokens(labels).flatten(), False, True
@@ -141,7 +142,7 @@ def test_gradients_that_nobody_needs_are_not_made(frozen: str) -> None:
     weight.requires_grad_(frozen not in ("weight", "both"))
     expected = whole(hidden, weight, labels)
     with torch.set_grad_enabled(frozen != "no_grad"), Watch() as watch:
-        loss = chunked_causal_lm_loss(hidden, weight, labels)
+        loss = chunked_causal_lm_loss(hidden, weight, labels).mean
     assert float(loss.detach()) == pytest.approx(float(expected[0]), rel=1e-6)
     names = [name for name, _ in watch.made]
     assert names.count("aten.addmm_.default") == (8 if frozen == "hidden" else 0)
@@ -156,7 +157,7 @@ def test_gradients_that_nobody_needs_are_not_made(frozen: str) -> None:
 
 def test_a_second_walk_back_is_refused_rather_than_scaled_twice() -> None:
     hidden, weight, labels = batch()
-    loss = chunked_causal_lm_loss(hidden, weight, labels)
+    loss = chunked_causal_lm_loss(hidden, weight, labels).mean
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -21,9 +21,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dsv41
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
-from dsv41.weights import folder as model_folder
 from dsv41.checkpoint import save_released
 from dsv41.files import is_complete
+from dsv41.weights import folder as model_folder
 
 Make = Callable[..., DeepseekV41ForCausalLM]
 IDS = torch.randint(512, (2, 24), generator=torch.Generator().manual_seed(0))

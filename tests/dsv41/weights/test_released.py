@@ -22,10 +22,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, files
-from dsv41.weights import reading as checkpoint_reading
-from dsv41.weights import writing as checkpoint_writing
 from dsv41.checkpoint import load_released, save_released
 from dsv41.files import is_complete
+from dsv41.weights import reading as checkpoint_reading
+from dsv41.weights import writing as checkpoint_writing
 from dsv41.weights.formats import FP4_ROWS, FP8_BLOCKS, FP8_ROWS, WeightFormat, decode_
 from dsv41.weights.names import held_tensors, released_slots
 from dsv41.weights.reading import match_tensors, slots_for

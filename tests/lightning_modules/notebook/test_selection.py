@@ -14,10 +14,11 @@ import yaml
 from torch import Tensor
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
+from dsv41.schedule import LayerPlan
 from lightning_modules.budget import named_parameters
 from lightning_modules.insight.drawing import pixels
 from lightning_modules.insight.selection import selection_recall
-from lightning_modules.insight.shapes import Attended, LayerPlan, attended
+from lightning_modules.insight.shapes import Attended, attended
 from lightning_modules.notebook.selection import (
     Mass,
     Recall,

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
 from dsv41.cost import parameters_by_part
+from dsv41.schedule import LayerPlan, layer_plans
 from lightning_modules.insight.drawing import pixels
 from lightning_modules.insight.shapes import (
-    LayerPlan,
     Shape,
     attended,
     key_masks,
     masks_picture,
     parameters_table,
-    schedule,
     schedule_picture,
     shapes,
     shapes_table,
@@ -207,7 +206,7 @@ def test_owners_are_the_layers_whose_tensors_flow(tiny_model: MakeModel, batch: 
     flow = Flow(model)
     with torch.no_grad():
         model(batch["input_ids"], attention_mask=batch["attention_mask"])
-    plans = schedule(model.config.text_config)
+    plans = layer_plans(model.config.text_config)
     assert [plan.layer for plan in plans] == list(model.config.text_config.layers)
     for plan, read, block in zip(plans, flow.read, model.model.layers, strict=True):
         attn: Any = block.attn
@@ -221,7 +220,7 @@ def test_owners_are_the_layers_whose_tensors_flow(tiny_model: MakeModel, batch: 
 
 
 def test_the_release_makes_keys_four_times() -> None:
-    plans = schedule(DeepseekV41TextConfig())
+    plans = layer_plans(DeepseekV41TextConfig())
     assert [plan.layer for plan in plans if plan.role == "Full"] == [2, 8, 14, 20]
     assert [plan.layer for plan in plans if plan.role == "Reindex"] == [24, 28, 32, 36]
     assert [plan.role for plan in plans].count("window") == 2
@@ -231,7 +230,7 @@ def test_the_release_makes_keys_four_times() -> None:
 
 @pytest.mark.parametrize("release", [False, True])
 def test_the_picture_of_owners(tiny_config: MakeConfig, release: bool) -> None:
-    plans = schedule(DeepseekV41TextConfig() if release else tiny_config().text_config)
+    plans = layer_plans(DeepseekV41TextConfig() if release else tiny_config().text_config)
     figure = schedule_picture(plans)
     axes = figure.axes[0]
     values = axes.images[0].get_array()

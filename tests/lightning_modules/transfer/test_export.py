@@ -314,7 +314,7 @@ def test_import_names_what_does_not_fit(base: Path, tmp_path: Path, capsys: pyte
 def test_import_takes_no_memory_for_a_model(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Weights stay on the meta device, so the release itself can be judged on a laptop."""
     devices = set()
-    from lightning_modules import importing
+    from lightning_modules.transfer import import_weights as importing
 
     real = importing.held_tensors
 
