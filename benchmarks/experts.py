@@ -25,7 +25,7 @@ import torch
 from measure import median_seconds, peak_bytes, write_json
 from torch import Tensor
 
-from dsv41.ops.experts import EXPERT_PRODUCTS, ExpertProducts, swiglu
+from dsv41.ops.experts import IMPLEMENTATIONS, ExpertProducts, swiglu
 
 LIMIT = 10.0
 
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kinds = {"plain": plain_experts, "loop": EXPERT_PRODUCTS["loop"], "grouped": EXPERT_PRODUCTS["grouped"]}
+    kinds = {"plain": plain_experts, "loop": IMPLEMENTATIONS["loop"], "grouped": IMPLEMENTATIONS["grouped"]}
     rows = []
     for tokens in options.tokens:
         for count in options.experts:

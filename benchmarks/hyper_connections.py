@@ -5,7 +5,7 @@
 
 "plain" writes the formulas of ARCHITECTURE 3 out under autograd; "matmul" does too, but mixes the streams by a matrix
 product, which spares the [C, C, H] products of every token. "ours" is `dsv41.ops.mixing`, "compiled" the same
-behind `compile_expand`. They run in turn, several rounds, one thread; shown are medians of the process's CPU time, and
+behind `compile_hc`. They run in turn, several rounds, one thread; shown are medians of the process's CPU time, and
 the largest amount of memory that torch's allocator held beyond the inputs (see `measure.py`). Values and gradients are
 compared with "plain" in float64; "error" is the largest relative norm of a difference.
 
@@ -26,20 +26,18 @@ from torch import Tensor
 
 from dsv41 import BackendConfig, DeepseekV41TextConfig
 from dsv41.hyper_connections import HyperConnection
-from dsv41.ops import mixing
-from dsv41.ops.compiled import CompiledCore
 from dsv41.ops.mixing import expand
 
 STREAMS = 4
-COMPILED = CompiledCore("mHC expansion", mixing._expand_core)
-
 Site = Callable[[HyperConnection, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def ours(site: HyperConnection, streams: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+def ours(
+    site: HyperConnection, streams: Tensor, carried: Tensor, implementation: str = "eager"
+) -> tuple[Tensor, Tensor]:
     """Streams behind the site and the mixture it predicts."""
     y, pre, post, comb = site(streams, carried)
-    return expand(y, streams, post, comb), pre
+    return expand(y, streams, post, comb, implementation), pre
 
 
 def formulas(site: HyperConnection, streams: Tensor, carried: Tensor, matmul: bool) -> tuple[Tensor, Tensor]:
@@ -71,13 +69,8 @@ def matmul(site: HyperConnection, streams: Tensor, carried: Tensor) -> tuple[Ten
 
 
 def compiled(site: HyperConnection, streams: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-    """`ours` with the compiled core, without switching the whole process."""
-    eager = mixing._expand
-    mixing._expand = COMPILED
-    try:
-        return ours(site, streams, carried)
-    finally:
-        mixing._expand = eager
+    """`ours` with the compiled core."""
+    return ours(site, streams, carried, "compiled")
 
 
 def step(site: Site, tokens: int, hidden: int, dtype: torch.dtype, exact: bool = False) -> Callable[[], list[Tensor]]:

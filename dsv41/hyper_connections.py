@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dsv41.backend import BackendConfig
 from dsv41.config import DeepseekV41TextConfig
 from dsv41.initialization import NamedDraws
-from dsv41.ops.mixing import compile_expand, expand, read_streams, sinkhorn
+from dsv41.ops.mixing import expand, read_streams, sinkhorn
 from dsv41.ops.precision import full_precision
 from dsv41.ranks import copy_rows_
 
@@ -75,8 +75,7 @@ class HyperConnection(Residual):
 
     def __init__(self, config: DeepseekV41TextConfig, backend: BackendConfig) -> None:
         super().__init__()
-        if backend.compile_hc:
-            compile_expand()
+        self.implementation = "compiled" if backend.compile_hc else "eager"
         self.streams = config.hc_mult
         self.iterations = config.hc_sinkhorn_iters
         self.eps = config.hc_eps
@@ -107,7 +106,7 @@ class HyperConnection(Residual):
         """See `expand`."""
         assert post is not None
         assert comb is not None
-        return expand(y, streams, post, comb)
+        return expand(y, streams, post, comb, self.implementation)
 
     def forward(self, streams: Tensor, carried_pre: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the site reads, and the coefficients that follow from the same streams.

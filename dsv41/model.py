@@ -40,7 +40,7 @@ from dsv41.initialization import initialize_parameters
 from dsv41.inputs import TokenInputs, check_inputs, check_labels, select_positions
 from dsv41.moe import DeepseekV41MoE, RouterReport
 from dsv41.nested_config import DeepseekV41Config
-from dsv41.ops.cross_entropy import causal_lm_loss, chunked_causal_lm_loss
+from dsv41.ops import cross_entropy
 from dsv41.ops.mixing import collapse
 from dsv41.ops.norm import RMSNorm
 from dsv41.ops.precision import full_precision, widen
@@ -440,12 +440,10 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
                 raise ValueError("logits_to_keep: must be 0 when labels are given, since the loss needs every position")
         hidden, streams, report = self.model(input_ids, position_ids, attention_mask, None, output_hidden_states)
         loss, logits = None, None
-        if labels is not None and self.backend.loss == "chunked":
-            loss = chunked_causal_lm_loss(hidden, self.lm_head.weight, labels)
-        else:
+        if labels is None:
             logits = self.project(select_positions(hidden, logits_to_keep))
-            loss = None if labels is None else causal_lm_loss(logits, labels)
-        if loss is not None:
+        else:
+            loss, logits = cross_entropy.IMPLEMENTATIONS[self.backend.loss](hidden, self.lm_head.weight, labels)
             report = report._replace(nats=loss.nats, tokens=loss.tokens)
         states = (streams or ()) + ((hidden,) if return_hidden_states else ())
         return DeepseekV41Output(

@@ -13,6 +13,7 @@ Shapes: B batch, S sequence, H hidden, V vocabulary, N = B * S positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,24 @@ def chunked_causal_lm_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Cr
     with full_precision(hidden):
         total = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, drop_dead, torch.is_grad_enabled())
     return CrossEntropy(total, _count(targets))
+
+
+def _full(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[CrossEntropy, Tensor | None]:
+    with full_precision(hidden):
+        wide = widen(hidden)
+        logits = F.linear(wide, weight.to(wide.dtype))
+    return causal_lm_loss(logits, labels), logits
+
+
+def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[CrossEntropy, Tensor | None]:
+    return chunked_causal_lm_loss(hidden, weight, labels), None
+
+
+# Hidden states [B, S, H], weight [V, H], labels [B, S] -> loss; and logits [B, S, V], where they were made.
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[CrossEntropy, Tensor | None]]] = {
+    "chunked": _chunked,
+    "full": _full,
+}
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

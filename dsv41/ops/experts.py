@@ -204,7 +204,7 @@ def dense_experts(
     return out
 
 
-EXPERT_PRODUCTS: dict[str, ExpertProducts] = {
+IMPLEMENTATIONS: dict[str, ExpertProducts] = {
     "loop": looped_experts,
     "grouped": grouped_experts,
     "dense": dense_experts,
@@ -212,7 +212,7 @@ EXPERT_PRODUCTS: dict[str, ExpertProducts] = {
 
 
 def expert_products(implementation: str, x: Tensor, width: int) -> ExpertProducts:
-    """What ``BackendConfig.experts`` names.
+    """The implementation that ``BackendConfig.experts`` names.
 
     Args:
         implementation: "auto" is "grouped" in bf16 on CUDA, where sizes allow it, and "loop" elsewhere.
@@ -223,4 +223,4 @@ def expert_products(implementation: str, x: Tensor, width: int) -> ExpertProduct
         # In other dtypes torch's grouped product on CUDA is a loop itself, and waits for the bounds.
         possible = x.is_cuda and x.dtype == torch.bfloat16 and _groupable(x.dtype, x.shape[1], width)
         implementation = "grouped" if possible else "loop"
-    return EXPERT_PRODUCTS[implementation]
+    return IMPLEMENTATIONS[implementation]

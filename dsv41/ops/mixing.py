@@ -214,21 +214,12 @@ def _expand_core(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tens
     return (post.unsqueeze(-1) * widen(y).unsqueeze(-2) + mixed).to(streams.dtype)
 
 
-# What every site of this process writes with. Compilation caches belong to the process, so the switch does too.
-_expand: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _expand_eager
-_EXPAND_COMPILED = False
-
-
-def compile_expand() -> None:
-    """Swap the core of `expand` in this process for a ``torch.compile(dynamic=False)`` one, once.
-
-    See `CompiledCore` for shapes, rounding and what happens without a compiler. The other side of a site stays eager:
-    compiled, Sinkhorn takes a minute to compile and then more time and memory, and reading saves widened streams.
-    """
-    global _expand, _EXPAND_COMPILED
-    if not _EXPAND_COMPILED:
-        _expand = CompiledCore("mHC expansion", _expand_core, _expand_eager)
-        _EXPAND_COMPILED = True
+# The other side of a site is not compiled: Sinkhorn takes a minute to compile and then more time and memory, and a
+# compiled read saves widened streams.
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "eager": _expand_eager,
+    "compiled": CompiledCore("mHC expansion", _expand_core, _expand_eager),
+}
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
@@ -246,7 +237,7 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
         return out.squeeze(-2)
 
 
-def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, implementation: str = "eager") -> Tensor:
     """Write a sublayer's output and mix: ``out[o] = post[o] * y + sum_i comb[i, o] * stream[i]``.
 
     Args:
@@ -254,9 +245,10 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         streams: [B, S, C, H].
         post: [B, S, C], fp32; float64 for float64 streams.
         comb: [B, S, C_in, C_out] in the dtype of `post`.
+        implementation: A key of `IMPLEMENTATIONS`; "compiled" differs from "eager" by rounding (see `CompiledCore`).
 
     Returns:
         [B, S, C, H] in the dtype of `streams`; arithmetic at least fp32.
     """
     with full_precision(streams):
-        return _expand(y, streams, post, comb)
+        return IMPLEMENTATIONS[implementation](y, streams, post, comb)

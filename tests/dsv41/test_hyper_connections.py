@@ -33,7 +33,8 @@ from dsv41.attention import AttentionState
 from dsv41.hyper_connections import HyperConnection
 from dsv41.inputs import check_inputs
 from dsv41.ops import mixing
-from dsv41.ops.mixing import collapse, compile_expand, expand, sinkhorn
+from dsv41.ops.compiled import CompiledCore
+from dsv41.ops.mixing import collapse, expand, sinkhorn
 
 MakeConfig = Callable[..., DeepseekV41Config]
 MakeModel = Callable[..., DeepseekV41ForCausalLM]
@@ -133,9 +134,11 @@ def test_a_second_derivative_of_sinkhorn_is_refused() -> None:
 # ------------------------------------------------------------------ coefficients
 
 
-def make_site(tiny_config: MakeConfig, streams: int, hidden: int = 6, **overrides: Any) -> HyperConnection:
+def make_site(
+    tiny_config: MakeConfig, streams: int, hidden: int = 6, backend: BackendConfig | None = None, **overrides: Any
+) -> HyperConnection:
     config = tiny_config(hidden_size=hidden, hc_mult=streams, **overrides).text_config
-    site = HyperConnection(config, BackendConfig())
+    site = HyperConnection(config, backend or BackendConfig())
     with torch.no_grad():
         site.fn.copy_(random(*site.fn.shape, seed=2))
         site.base.copy_(random(*site.base.shape, seed=3))
@@ -528,8 +531,8 @@ def counting_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounte
     compile_ = torch.compile
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=counter, **options))
-    monkeypatch.setattr(mixing, "_expand", mixing._expand_eager)
-    monkeypatch.setattr(mixing, "_EXPAND_COMPILED", False)
+    fresh = CompiledCore("mHC expansion", mixing._expand_core, mixing._expand_eager)
+    monkeypatch.setitem(mixing.IMPLEMENTATIONS, "compiled", fresh)
     yield counter
     torch._dynamo.reset()
 
@@ -540,11 +543,7 @@ def counting_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounte
 def test_the_compiled_core_equals_the_formulas(
     counting_compiler: CompileCounterWithBackend, tiny_config: MakeConfig, dtype: torch.dtype
 ) -> None:
-    compile_expand()
-    switched = mixing._expand
-    compile_expand()
-    assert mixing._expand is switched, "asking twice is harmless"
-    site = Site(make_site(tiny_config, 4), (2, 5, 4, 6), dtype)
+    site = Site(make_site(tiny_config, 4, backend=BackendConfig(compile_hc=True)), (2, 5, 4, 6), dtype)
     for _ in range(2):
         outputs = site.forward()
         gradients = torch.autograd.grad(outputs, list(site.leaves.values()), site.incoming)
@@ -564,7 +563,6 @@ def test_a_model_that_asks_for_it_runs_the_compiled_core_and_equals_eager(
     eager = golden_model()
     expected = eager(**arguments)
     expected.loss.backward()
-    assert mixing._expand is mixing._expand_eager
     assert counting_compiler.frame_count == 0
     model = golden_model(backend=BackendConfig(compile_hc=True))
     out = model(**arguments)
@@ -585,11 +583,10 @@ def test_a_failing_compiler_leaves_the_eager_core(
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", broken)
-    monkeypatch.setattr(mixing, "_expand", mixing._expand_eager)
-    monkeypatch.setattr(mixing, "_EXPAND_COMPILED", False)
-    site = Site(make_site(tiny_config, 4), (2, 5, 4, 6), torch.float32)
-    expected = site.forward()[-1]
-    compile_expand()
+    fresh = CompiledCore("mHC expansion", mixing._expand_core, mixing._expand_eager)
+    monkeypatch.setitem(mixing.IMPLEMENTATIONS, "compiled", fresh)
+    expected = Site(make_site(tiny_config, 4), (2, 5, 4, 6), torch.float32).forward()[-1]
+    site = Site(make_site(tiny_config, 4, backend=BackendConfig(compile_hc=True)), (2, 5, 4, 6), torch.float32)
     with caplog.at_level(logging.WARNING, logger="dsv41"):
         for _ in range(2):
             written = site.forward()[-1]
@@ -611,8 +608,7 @@ generator = torch.Generator().manual_seed(0)
 shapes = ((2, 5, 8), (2, 5, 3, 8), (2, 5, 3), (2, 5, 3, 3))
 leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
 eager = hc.expand(*leaves)
-hc.compile_expand()
-compiled = hc.expand(*leaves)
+compiled = hc.expand(*leaves, "compiled")
 torch.testing.assert_close(compiled, eager, atol=1e-6, rtol=1e-5)
 for ours, theirs in zip(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (compiled, eager)), strict=True):
     assert theirs.abs().max() > 0.1

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsv41 import BackendConfig, DeepseekV41TextConfig
 from dsv41.moe import Experts
-from dsv41.ops.experts import EXPERT_PRODUCTS, expert_products, swiglu
+from dsv41.ops.experts import IMPLEMENTATIONS, expert_products, swiglu
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOPK, LIMIT = 29, 16, 8, 9, 3, 0.8
 EMPTY = (0, 3, 8)  # the first and the last are among them
@@ -60,7 +60,7 @@ def incoming() -> Tensor:
     return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(6))
 
 
-@pytest.mark.parametrize("name", EXPERT_PRODUCTS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("dtype", "limit", "bound"),
     [
@@ -78,9 +78,9 @@ def test_values_and_all_gradients_equal_a_loop_over_tokens(
     leaves, experts = inputs(dtype)
     if name == "grouped" and dtype == torch.float64:
         with pytest.raises(ValueError, match=r'^experts: "grouped" needs fp32, bf16 .* got torch.float64, 16 and 8'):
-            EXPERT_PRODUCTS[name](leaves[0], experts, *leaves[1:], limit)
+            IMPLEMENTATIONS[name](leaves[0], experts, *leaves[1:], limit)
         return
-    ours = EXPERT_PRODUCTS[name](leaves[0], experts, *leaves[1:], limit)
+    ours = IMPLEMENTATIONS[name](leaves[0], experts, *leaves[1:], limit)
     assert ours.dtype == leaves[1].dtype
     gradients = torch.autograd.grad(ours, leaves, incoming().to(ours.dtype))
     theirs, their_gradients = by_hand(leaves, experts, limit)
@@ -98,7 +98,7 @@ def test_values_and_all_gradients_equal_a_loop_over_tokens(
 def test_in_bf16_all_clamp_alike(name: str) -> None:
     leaves, experts = inputs(torch.bfloat16)
     results = []
-    for products in (EXPERT_PRODUCTS[name], EXPERT_PRODUCTS["dense"]):
+    for products in (IMPLEMENTATIONS[name], IMPLEMENTATIONS["dense"]):
         out = products(leaves[0], experts, *leaves[1:], LIMIT)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, incoming())])
     for mine, reference in zip(*results, strict=True):
@@ -126,7 +126,7 @@ class Watch(TorchDispatchMode):
 def test_the_loop_visits_non_empty_experts_only_and_writes_each_gradient_once() -> None:
     leaves, experts = inputs()
     with Watch() as watch:
-        EXPERT_PRODUCTS["loop"](leaves[0], experts, *leaves[1:], LIMIT).sum().backward()
+        IMPLEMENTATIONS["loop"](leaves[0], experts, *leaves[1:], LIMIT).sum().backward()
     visited = EXPERTS - len(EMPTY)
     assert watch.count("aten::mm") == (3 + 5) * visited
     assert watch.count("aten::addmm_") == visited
@@ -139,7 +139,7 @@ def test_the_loop_visits_non_empty_experts_only_and_writes_each_gradient_once() 
 def test_grouped_products_run_three_times_forward() -> None:
     leaves, experts = inputs()
     with Watch() as watch:
-        out = EXPERT_PRODUCTS["grouped"](leaves[0], experts, *leaves[1:], LIMIT)
+        out = IMPLEMENTATIONS["grouped"](leaves[0], experts, *leaves[1:], LIMIT)
     assert watch.count("aten::_grouped_mm") == 3
     assert watch.count("aten::mm") == 0
     assert watch.count("aten::_local_scalar_dense") == 0, "nothing is asked of the device"
@@ -152,7 +152,7 @@ def test_gradients_that_nobody_needs_are_not_made(frozen: int) -> None:
     expected = by_hand(leaves, experts, LIMIT)[1]
     leaves[frozen].requires_grad_(False)
     with Watch() as watch:
-        EXPERT_PRODUCTS["loop"](leaves[0], experts, *leaves[1:], LIMIT).backward(incoming())
+        IMPLEMENTATIONS["loop"](leaves[0], experts, *leaves[1:], LIMIT).backward(incoming())
     assert leaves[frozen].grad is None
     for index, leaf in enumerate(leaves):
         if index != frozen:
@@ -175,7 +175,7 @@ def test_what_is_kept_for_backward(name: str) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        EXPERT_PRODUCTS[name](leaves[0], experts, *leaves[1:], LIMIT)
+        IMPLEMENTATIONS[name](leaves[0], experts, *leaves[1:], LIMIT)
     pairs = int((experts >= 0).sum())
     if name == "loop":
         assert sorted(tuple(tensor.shape) for tensor in kept) == [(pairs, 1), (pairs, WIDTH), (pairs, WIDTH)]
@@ -187,18 +187,18 @@ def test_what_is_kept_for_backward(name: str) -> None:
 
 def test_recomputation_changes_no_bit() -> None:
     leaves, experts = inputs()
-    products = EXPERT_PRODUCTS["loop"]
+    products = IMPLEMENTATIONS["loop"]
     first = torch.autograd.grad(products(leaves[0], experts, *leaves[1:], LIMIT), leaves, incoming())
     again = checkpoint(products, leaves[0], experts, *leaves[1:], LIMIT, use_reentrant=False)
     for one, other in zip(first, torch.autograd.grad(again, leaves, incoming()), strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", EXPERT_PRODUCTS)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_no_tokens_at_all(name: str) -> None:
     leaves, experts = inputs()
     empty = [leaves[0][:0], leaves[1][:0]]
-    out = EXPERT_PRODUCTS[name](empty[0], experts[:0], empty[1], *leaves[2:], LIMIT)
+    out = IMPLEMENTATIONS[name](empty[0], experts[:0], empty[1], *leaves[2:], LIMIT)
     assert out.shape == (0, HIDDEN)
     out.sum().backward()
     for leaf in leaves[2:]:
@@ -208,15 +208,15 @@ def test_no_tokens_at_all(name: str) -> None:
 
 def test_auto_takes_what_the_device_has() -> None:
     cpu = torch.empty(1, HIDDEN)
-    assert expert_products("auto", cpu, WIDTH) is EXPERT_PRODUCTS["loop"]
-    assert expert_products("grouped", cpu, WIDTH) is EXPERT_PRODUCTS["grouped"]
+    assert expert_products("auto", cpu, WIDTH) is IMPLEMENTATIONS["loop"]
+    assert expert_products("grouped", cpu, WIDTH) is IMPLEMENTATIONS["grouped"]
 
 
 def test_grouped_products_name_sizes_that_they_do_not_take() -> None:
     leaves, experts = inputs()
     narrow = [leaves[2][:, :7], leaves[3][:, :, :7], leaves[4][:, :7]]
     with pytest.raises(ValueError, match=r"multiples of 16 bytes, got torch.float32, 16 and 7"):
-        EXPERT_PRODUCTS["grouped"](leaves[0], experts, leaves[1], *narrow, LIMIT)
+        IMPLEMENTATIONS["grouped"](leaves[0], experts, leaves[1], *narrow, LIMIT)
 
 
 @pytest.mark.parametrize("implementation", ["loop", "grouped", "dense"])
@@ -232,7 +232,7 @@ def test_autocast_computes_products_in_bf16_and_sums_in_fp32(implementation: str
         out = module(leaves[0], experts, leaves[1])
     assert out.dtype == torch.float32
     narrow = [leaf.detach().bfloat16() if index != 1 else leaf for index, leaf in enumerate(leaves)]
-    assert torch.equal(out, EXPERT_PRODUCTS[implementation](narrow[0], experts, *narrow[1:], LIMIT))
+    assert torch.equal(out, IMPLEMENTATIONS[implementation](narrow[0], experts, *narrow[1:], LIMIT))
     out.backward(incoming())
     exact = by_hand(leaves, experts, LIMIT)[1]
     for name, reference in zip(("w1", "w2", "w3"), exact[2:], strict=True):
