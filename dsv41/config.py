@@ -4,8 +4,8 @@ Every rule that a layer schedule has to obey is checked here, once, before a sin
 starts with the name of the offending field. What a field means is in the docstring of `DeepseekV41TextConfig`.
 """
 
-# No postponed annotations: jsonargparse resolves those of a class together with those of transformers' base class, one of
-# which cannot be resolved, and then takes any value for every field.
+# No postponed annotations: jsonargparse resolves those of a class together with those of transformers' base class, one
+# of which cannot be resolved, and then takes any value for every field.
 import copy
 import inspect
 from collections.abc import Sequence
@@ -353,7 +353,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
         require(
             is_int(width) and 2 <= width <= limit and width % 2 == 0,
             "qk_rope_head_dim",
-            f"must be even, at least 2 and at most {limit} (the smaller of head_dim and index_head_dim), got {shown(width)}",
+            f"must be even, at least 2 and at most {limit} (the smaller of head_dim and index_head_dim), "
+            f"got {shown(width)}",
         )
         require_rope(self.rope_parameters)
 
@@ -437,7 +438,9 @@ class DeepseekV41TextConfig(PretrainedConfig):
         rows: list[int] | None = getattr(self, "engram_num_embeddings", None)
         if rows is None:
             rows = self.engram_num_embeddings = needed
-        require(isinstance(rows, list), "engram_num_embeddings", f"must be a list of integers or null, got {shown(rows)}")
+        require(
+            isinstance(rows, list), "engram_num_embeddings", f"must be a list of integers or null, got {shown(rows)}"
+        )
         require(
             len(rows) == len(self.engram_layer_ids),
             "engram_num_embeddings",

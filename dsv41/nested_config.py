@@ -9,8 +9,7 @@ from transformers import PretrainedConfig
 
 from dsv41.config import BASE_FIELDS_OF_OURS, BASE_KEYS, METADATA_FIELDS, TEXT_FIELDS, DeepseekV41TextConfig
 from dsv41.config_checks import is_int, refuse_other_model, reject_misspelt, require, require_dtypes
-from dsv41.config_fields import POSITIONS, VISION_RULES, check_base_keys, check_fields, require_shallow, shown
-from dsv41.config_fields import Real as RealRule
+from dsv41.config_fields import POSITIONS, VISION_RULES, Real, check_base_keys, check_fields, require_shallow, shown
 
 
 class DeepseekV41VisionConfig(PretrainedConfig):
@@ -43,7 +42,7 @@ class DeepseekV41VisionConfig(PretrainedConfig):
         check_base_keys(kwargs, type(self))
         check_fields(VISION_RULES, self)
         if max_wh_ratio is not None:
-            RealRule(0, 1e6, above=True).check("max_wh_ratio", max_wh_ratio)
+            Real(0, 1e6, above=True).check("max_wh_ratio", max_wh_ratio)
         super().__init__(**kwargs)
 
 
@@ -115,13 +114,16 @@ class DeepseekV41Config(PretrainedConfig):
             repeated = dict(repeated)
             if "type" in repeated:
                 repeated["rope_type"] = repeated.pop("type")
-            require(repeated.items() <= rope.items(), name, f"{shown(repeated)} contradicts text_config, which has {rope!r}")
+            require(
+                repeated.items() <= rope.items(), name, f"{shown(repeated)} contradicts text_config, which has {rope!r}"
+            )
         for name in sorted(set(given) & (TEXT_FIELDS - set(METADATA_FIELDS) | {"tie_word_embeddings"})):
             nested = getattr(self.text_config, name)
             require(
                 given[name] == nested,
                 name,
-                f"{shown(given[name])} contradicts text_config, which has {nested!r}; fields of the text model belong there",
+                f"{shown(given[name])} contradicts text_config, which has {nested!r}; fields of the text model belong "
+                "there",
             )
 
     @classmethod
@@ -143,9 +145,11 @@ class DeepseekV41Config(PretrainedConfig):
             raise ValueError(f"{place}: config.json is nested too deeply") from None
         except (TypeError, AttributeError):  # no object: transformers sets keys in whatever it has read
             raise ValueError(f"{place}: config.json must hold a group of fields") from None
+        require(isinstance(found, dict), place, "config.json must hold a group of fields")
         if not found:
             raise FileNotFoundError(f"{place}: no config.json in it")
         require_shallow(found)
+        require("self" not in found, "self", "no field of a configuration")
         refuse_other_model(found.get("model_type"), cls.model_type)
         return found, unused
 

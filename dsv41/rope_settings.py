@@ -42,7 +42,22 @@ def _settings(field: str, given: Any) -> dict[str, Any] | None:
             field,
             f"type={shown(kind)} contradicts rope_type={shown(found['rope_type'])}",
         )
+    _require_known(found, field)
     return found
+
+
+def _require_known(rope: dict[str, Any], field: str) -> None:
+    for key, value in rope.items():
+        require(
+            not isinstance(value, dict),
+            field,
+            f"{shown(key)} holds a group; settings by layer type are another model's, here compressed layers have them",
+        )
+    known = {*_KEYS["yarn"], "type"}
+    for key in sorted(rope.keys() - known, key=str):
+        near = get_close_matches(str(key), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(sorted(_KEYS['yarn']))}"
+        raise ValueError(f"{field}: there is no setting {shown(key)}; {hint}")
 
 
 def merged_rope(rope_theta: Any, rope_scaling: Any, rope_parameters: Any) -> dict[str, Any]:
@@ -88,17 +103,7 @@ def require_rope(rope: dict[str, Any], field: str = "rope_scaling") -> None:
         ValueError: The kind is missing or unknown, a setting is missing, unknown or out of its range; begins with the
             field's name.
     """
-    for key, value in rope.items():
-        require(
-            not isinstance(value, dict),
-            field,
-            f"{shown(key)} holds a group; settings by layer type are another model's, here compressed layers have them",
-        )
-    known = {*_KEYS["yarn"], "type"}
-    for key in sorted(rope.keys() - known, key=str):
-        near = get_close_matches(str(key), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(sorted(_KEYS['yarn']))}"
-        raise ValueError(f"{field}: there is no setting {shown(key)}; {hint}")
+    _require_known(rope, field)
     require("rope_type" in rope, field, "rope_type is missing; it must be 'yarn' or 'default'")
     kind = rope["rope_type"]
     near = get_close_matches(str(kind), _KEYS, n=1)
