@@ -1,4 +1,4 @@
-"""Every field of a released ``config.json`` has a type and a range; what is outside ends with one line that names it."""
+"""Every field of a released ``config.json`` has a type and a range; an error is one line that names the field."""
 
 from __future__ import annotations
 
