@@ -243,7 +243,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
         scaling = merged_rope(given.pop("rope_theta"), given.pop("rope_scaling"), given.pop("rope_parameters"))
         for name, value in given.items():
             setattr(self, name, list(value) if isinstance(value, list | tuple) else value)
-        if dspark_noise_token_id is None and is_int(vocab_size) and vocab_size > RELEASED_NOISE_TOKEN:
+        if dspark_noise_token_id is None and isinstance(vocab_size, int) and vocab_size > RELEASED_NOISE_TOKEN:
             self.dspark_noise_token_id = RELEASED_NOISE_TOKEN
         self.rope_theta = scaling["rope_theta"]
         self.rope_parameters = scaling

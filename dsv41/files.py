@@ -189,7 +189,8 @@ def files_in(path: Path) -> list[str]:
 
 
 def checksums_of(path: Path) -> dict[str, str]:
-    """Checksums that a folder's marker gives, by file; none if there is no marker.
+    """Checksums that a folder's marker gives, by file; none if there is no marker, or one of the first format,
+    which had sizes only.
 
     Raises:
         DamagedFileError: A marker is there but cannot be read, or does not list sizes and checksums of the same files.
@@ -200,7 +201,8 @@ def checksums_of(path: Path) -> dict[str, str]:
         return {}
     try:
         found = json.loads(marker.read_text(encoding="utf-8"))
-        sizes, sums = found["files"], found["sha256"]
+        sizes = found["files"]
+        sums = found["sha256"] if "sha256" in found else dict.fromkeys(sizes, "")
         agree = (
             len(sizes) > 0
             and sizes.keys() == sums.keys()
@@ -216,7 +218,7 @@ def checksums_of(path: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         reason = str(error)
     else:
-        return dict(sums)
+        return dict(sums) if "sha256" in found else {}
     raise DamagedFileError(
         f"{marker}: cannot be used ({reason}); without its checksums the files beside it cannot be trusted. Copy the "
         f"folder again, or delete {MARKER} to read the files unchecked"

@@ -573,6 +573,12 @@ def test_checksums_that_the_writer_knows_are_not_computed_again(tmp_path: Path) 
     assert [name for name, value in found.items() if value == "known"] == ["meta.pt"]
 
 
+def test_a_folder_without_checksums_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = complete_folder(tmp_path / NAME, OLD)
+    assert checksums_of(path) == {}
+    require_intact(path, files_in(path))
+
+
 def test_leftovers_are_told_and_left_where_they_are(tmp_path: Path) -> None:
     names = leave(tmp_path)
     half_folder(tmp_path / "step-00000300.ckpt")
