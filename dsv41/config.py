@@ -4,8 +4,8 @@ Every rule that a layer schedule has to obey is checked here, once, before a sin
 starts with the name of the offending field. What a field means is in the docstring of `DeepseekV41TextConfig`.
 """
 
-from __future__ import annotations
-
+# No postponed annotations: jsonargparse resolves those of a class together with those of transformers' base class, one
+# of which cannot be resolved, and then takes any value for every field.
 import copy
 import inspect
 from collections.abc import Sequence
@@ -13,9 +13,19 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from dsv41.config_checks import is_int, is_real, refuse_other_model, reject_misspelt, require, require_dtypes
+from dsv41.config_checks import is_int, refuse_other_model, reject_misspelt, require, require_dtypes
+from dsv41.config_fields import (
+    ENGRAM_COLUMNS,
+    ENGRAM_ROWS,
+    LAYERS,
+    TEXT_RULES,
+    VOCABULARY,
+    check_base_keys,
+    check_fields,
+    shown,
+)
 from dsv41.primes import engram_primes
-from dsv41.rope_settings import RELEASED_YARN, merged_rope, require_rope
+from dsv41.rope_settings import RELEASED_YARN, RopeSettings, merged_rope, require_rope
 
 RELEASED_COMPRESS_RATIOS = [0, 0] + [2] * 18 + [1] * 20 + [0] * 3
 RELEASED_KV_SOURCES = [2, 8, 14, 20]
@@ -54,33 +64,6 @@ METADATA_FIELDS = (
     "dspark_markov_rank",
     "dspark_n_routed_experts",
     "dspark_num_experts_per_tok",
-)
-
-
-_POSITIVE_FIELDS = (
-    "hidden_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "head_dim",
-    "q_lora_rank",
-    "o_lora_rank",
-    "o_groups",
-    "max_position_embeddings",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "sliding_window",
-    "index_n_heads",
-    "index_head_dim",
-    "index_topk",
-    "candidate_topk_blocks",
-    "candidate_block_size",
-    "hc_mult",
-    "hc_sinkhorn_iters",
-    "engram_vocab_size",
-    "engram_n_heads",
-    "engram_head_dim",
 )
 
 
@@ -204,8 +187,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
         max_position_embeddings: int = 1048576,
         rope_theta: float | None = None,
         compress_rope_theta: float = 160000.0,
-        rope_scaling: dict[str, Any] | None = RELEASED_YARN,
-        rope_parameters: dict[str, Any] | None = None,
+        rope_scaling: RopeSettings | None = RELEASED_YARN,
+        rope_parameters: RopeSettings | None = None,
         n_routed_experts: int = 384,
         n_shared_experts: int = 1,
         num_experts_per_tok: int = 6,
@@ -260,7 +243,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
         scaling = merged_rope(given.pop("rope_theta"), given.pop("rope_scaling"), given.pop("rope_parameters"))
         for name, value in given.items():
             setattr(self, name, list(value) if isinstance(value, list | tuple) else value)
-        if dspark_noise_token_id is None and vocab_size is not None and vocab_size > RELEASED_NOISE_TOKEN:
+        if dspark_noise_token_id is None and isinstance(vocab_size, int) and vocab_size > RELEASED_NOISE_TOKEN:
             self.dspark_noise_token_id = RELEASED_NOISE_TOKEN
         self.rope_theta = scaling["rope_theta"]
         self.rope_parameters = scaling
@@ -273,6 +256,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
         # dozens of generation and fine-tuning options of the base class as options of the architecture.
         refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
         require_dtypes(kwargs)
+        check_base_keys(kwargs, type(self))
         special = {name: getattr(self, name) for name in BASE_FIELDS_OF_OURS}
         super().__init__(**special, **kwargs)
 
@@ -294,7 +278,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
             len(self.engram_layer_ids), self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size
         )
 
-    def for_tokenizer(self, vocab_size: int, compressed_vocab_size: int | None = None) -> DeepseekV41TextConfig:
+    def for_tokenizer(self, vocab_size: int, compressed_vocab_size: int | None = None) -> "DeepseekV41TextConfig":
         """A copy whose tokenizer-dependent sizes are those of a tokenizer.
 
         Args:
@@ -340,39 +324,15 @@ class DeepseekV41TextConfig(PretrainedConfig):
         self._validate_engram()
 
     def _validate_ranges(self) -> None:
-        for field in _POSITIVE_FIELDS:
-            value = getattr(self, field)
-            require(is_int(value) and value >= 1, field, f"must be an integer of at least 1, got {value!r}")
-        for field in ("vocab_size", "engram_compressed_vocab_size"):
-            value = getattr(self, field)
-            require(
-                value is None or (is_int(value) and value >= 1),
-                field,
-                f"must be an integer of at least 1, or null to take the tokenizer's, got {value!r}",
-            )
-        for field in (
-            "swiglu_limit",
-            "rms_norm_eps",
-            "initializer_range",
-            "hc_eps",
-            "router_bias_update_rate",
-            "router_balance_loss_weight",
-        ):
-            value = getattr(self, field)
-            require(is_real(value) and value >= 0, field, f"must be a number of at least 0, got {value!r}")
-        for field in ("rope_theta", "compress_rope_theta", "routed_scaling_factor"):
-            value = getattr(self, field)
-            require(is_real(value) and value > 0, field, f"must be a number above 0, got {value!r}")
-        require(self.num_key_value_heads == 1, "num_key_value_heads", f"must be 1, got {self.num_key_value_heads!r}")
-        require(not self.tie_word_embeddings, "tie_word_embeddings", "must be false: the head is a matrix of its own")
-        require(
-            self.scoring_func == "sqrtsoftplus", "scoring_func", f"must be 'sqrtsoftplus', got {self.scoring_func!r}"
-        )
+        check_fields(TEXT_RULES, self)
+        heads = self.num_key_value_heads
+        require(is_int(heads) and heads == 1, "num_key_value_heads", f"must be 1, got {shown(heads)}")
+        require(self.tie_word_embeddings is False, "tie_word_embeddings", "must be false: the head is a second matrix")
+        score = self.scoring_func
+        require(score == "sqrtsoftplus", "scoring_func", f"must be 'sqrtsoftplus', got {shown(score)}")
         for field, choices in SWITCHES.items():
             value = getattr(self, field)
-            require(value in choices, field, f"must be one of {choices}, got {value!r}")
-        value = self.quantized_caches
-        require(isinstance(value, bool), "quantized_caches", f"must be true or false, got {value!r}")
+            require(value in choices, field, f"must be one of {choices}, got {shown(value)}")
         require(
             self.residual != "plain" or self.hc_mult == 1,
             "hc_mult",
@@ -393,27 +353,30 @@ class DeepseekV41TextConfig(PretrainedConfig):
         require(
             is_int(width) and 2 <= width <= limit and width % 2 == 0,
             "qk_rope_head_dim",
-            f"must be even, at least 2 and at most {limit} (the smaller of head_dim and index_head_dim), got {width!r}",
+            f"must be even, at least 2 and at most {limit} (the smaller of head_dim and index_head_dim), "
+            f"got {shown(width)}",
         )
         require_rope(self.rope_parameters)
 
     def _validate_ids(self, field: str, length: int) -> None:
         ids: Sequence[int] = getattr(self, field)
-        require(isinstance(ids, list), field, f"must be a list of integers, got {ids!r}")
+        require(isinstance(ids, list), field, f"must be a list of integers, got {shown(ids)}")
         for value in ids:
-            require(is_int(value) and 0 <= value < length, field, f"ids must lie in 0..{length - 1}, got {value!r}")
+            require(
+                is_int(value) and 0 <= value < length, field, f"ids must lie in 0..{length - 1}, got {shown(value)}"
+            )
         require(list(ids) == sorted(set(ids)), field, f"ids must ascend without repetition, got {list(ids)}")
 
     def _validate_schedule(self) -> None:
         ratios = self.compress_ratios
-        require(isinstance(ratios, list), "compress_ratios", f"must be a list of integers, got {ratios!r}")
+        require(
+            len(ratios) <= 2 * LAYERS, "compress_ratios", f"must have at most {2 * LAYERS} entries, got {len(ratios)}"
+        )
         require(
             len(ratios) >= self.num_hidden_layers,
             "compress_ratios",
             f"needs an entry for each of the {self.num_hidden_layers} layers, got {len(ratios)}",
         )
-        for ratio in ratios:
-            require(is_int(ratio) and ratio >= 0, "compress_ratios", f"entries must be integers >= 0, got {ratio!r}")
         self._validate_ids("kv_source_layer_ids", len(ratios))
         self._validate_ids("index_source_layer_ids", len(ratios))
         for field in ("kv_source_layer_ids", "index_source_layer_ids"):
@@ -435,7 +398,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
 
     def _validate_candidate_source(self, ratios: Sequence[int]) -> None:
         field, source = "candidate_source_layer_id", self.candidate_source_layer_id
-        require(is_int(source) and source >= -1, field, f"must be -1 (off) or a layer, got {source!r}")
+        require(is_int(source) and source >= -1, field, f"must be -1 (off) or a layer, got {shown(source)}")
         if source == -1:
             return
         require(
@@ -452,29 +415,43 @@ class DeepseekV41TextConfig(PretrainedConfig):
     def _validate_engram(self) -> None:
         self._validate_ids("engram_layer_ids", len(self.compress_ratios))
         size = self.engram_max_ngram_size
-        require(is_int(size) and size >= 2, "engram_max_ngram_size", f"must be an integer >= 2, got {size!r}")
-        if self.vocab_size is not None:
-            pad = self.engram_pad_token_id
-            require(
-                not self.engram_layer_ids or (is_int(pad) and 0 <= pad < self.vocab_size),
-                "engram_pad_token_id",
-                f"must lie in 0..{self.vocab_size - 1}, got {pad!r}",
-            )
+        require(
+            is_int(size) and 2 <= size <= 2**10,
+            "engram_max_ngram_size",
+            f"must be an integer of at most {2**10} and >= 2, got {shown(size)}",
+        )
+        columns = len(self.engram_layer_ids) * (size - 1) * self.engram_n_heads
+        require(
+            columns <= ENGRAM_COLUMNS,
+            "engram_n_heads",
+            f"at most {ENGRAM_COLUMNS} hash columns are possible, and {len(self.engram_layer_ids)} layers with "
+            f"{size - 1} n-gram sizes of {self.engram_n_heads} heads are {columns}",
+        )
+        pad = self.engram_pad_token_id
+        length = VOCABULARY if self.vocab_size is None or not self.engram_layer_ids else self.vocab_size
+        require(
+            is_int(pad) and 0 <= pad < length,
+            "engram_pad_token_id",
+            f"must lie in 0..{length - 1}, got {shown(pad)}",
+        )
         needed = [sum(primes) for primes in self.rows_of_engram_primes()]
         rows: list[int] | None = getattr(self, "engram_num_embeddings", None)
         if rows is None:
             rows = self.engram_num_embeddings = needed
-        require(isinstance(rows, list), "engram_num_embeddings", f"must be a list of integers or null, got {rows!r}")
+        require(
+            isinstance(rows, list), "engram_num_embeddings", f"must be a list of integers or null, got {shown(rows)}"
+        )
         require(
             len(rows) == len(self.engram_layer_ids),
             "engram_num_embeddings",
-            f"needs one entry per Engram layer {self.engram_layer_ids}, got {rows}",
+            f"needs one entry per Engram layer {self.engram_layer_ids}, got {shown(rows)}",
         )
         for layer, have, need in zip(self.engram_layer_ids, rows, needed, strict=True):
             require(
-                is_int(have) and have >= need,
+                is_int(have) and need <= have <= ENGRAM_ROWS,
                 "engram_num_embeddings",
-                f"layer {layer} needs at least {need} rows (the sum of its primes), got {have!r}",
+                f"layer {layer} needs at least {need} rows (the sum of its primes) and at most {ENGRAM_ROWS}, "
+                f"got {shown(have)}",
             )
 
 

@@ -50,7 +50,8 @@ def require_dtypes(given: dict[str, Any]) -> None:
     """Raise for a name that is no dtype; the base class would with an AttributeError of torch."""
     for name in ("dtype", "torch_dtype"):
         value = given.get(name)
-        valid = not isinstance(value, str) or isinstance(getattr(torch, value, None), torch.dtype)
+        named = getattr(torch, value, None) if isinstance(value, str) else value
+        valid = value is None or isinstance(named, torch.dtype)
         require(valid, name, f"must be a dtype of torch, such as 'bfloat16', got {value!r}")
 
 
@@ -59,4 +60,6 @@ def is_int(value: Any) -> bool:
 
 
 def is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return is_int(value)

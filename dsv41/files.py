@@ -189,23 +189,60 @@ def files_in(path: Path) -> list[str]:
 
 
 def checksums_of(path: Path) -> dict[str, str]:
-    """Checksums that a folder's marker gives, by file; none if it gives none (or there is no marker)."""
-    try:
-        found = json.loads((path / MARKER).read_text()).get("sha256", {})
-    except (OSError, ValueError, AttributeError, RecursionError):
+    """Checksums that a folder's marker gives, by file; none if there is no marker, or one of the first format,
+    which had sizes only.
+
+    Raises:
+        DamagedFileError: A marker is there but cannot be read, or does not list sizes and checksums of the same files.
+            It could not protect them, so nothing is taken from the folder.
+    """
+    marker = path / MARKER
+    if not marker.exists() and not marker.is_symlink():
         return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    try:
+        found = json.loads(marker.read_text(encoding="utf-8"))
+        sizes = found["files"]
+        sums = found["sha256"] if "sha256" in found else dict.fromkeys(sizes, "")
+        agree = (
+            len(sizes) > 0
+            and sizes.keys() == sums.keys()
+            and all(type(size) is int and size >= 0 for size in sizes.values())
+            and all(isinstance(value, str) for value in sums.values())
+        )
+        if not agree:
+            raise ValueError("sizes and checksums are not those of one list of files")
+    except KeyError as error:
+        reason = f"it has no key {error}"
+    except (TypeError, AttributeError, RecursionError):
+        reason = "it holds other things than sizes and checksums of files"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    else:
+        return dict(sums) if "sha256" in found else {}
+    raise DamagedFileError(
+        f"{marker}: cannot be used ({reason}); without its checksums the files beside it cannot be trusted. Copy the "
+        f"folder again, or delete {MARKER} to read the files unchecked"
+    )
 
 
 def require_intact(path: Path, names: Iterable[str]) -> None:
-    """Read files of a folder once and compare them with its marker's checksums, where it gives any.
+    """Read files of a folder once and compare them with its marker's checksums, if it has a marker.
 
     Raises:
-        DamagedFileError: A file is not the one that was written; the message names it.
+        DamagedFileError: A file is not the one that was written, the marker does not list it, or the marker itself
+            cannot be used; the message names it.
     """
     sums = checksums_of(path)
+    if not sums:
+        return
     for name in names:
-        if name in sums and sha256_of(path / name) != sums[name]:
+        if name not in sums:
+            if (path / name).exists():
+                raise DamagedFileError(
+                    f"{path / name}: {MARKER} does not list it, so it is none of the files that were written together; "
+                    f"remove the file, or delete {MARKER} to read the folder unchecked"
+                )
+        elif sha256_of(path / name) != sums[name]:
             raise DamagedFileError(
                 f"{path / name}: its content is not what was written (its SHA-256 differs from the one in {MARKER}); "
                 "the disk or a copy has damaged it"

@@ -35,7 +35,7 @@ from dsv41.engram import build_engram
 from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.engram.table import EngramTable
 from dsv41.engram.token_map import fast_backend
-from dsv41.hyper_connections import build_residual
+from dsv41.hyper_connections import (build_residual)
 from dsv41.initialization import initialize_parameters
 from dsv41.inputs import TokenInputs, check_inputs, check_labels, select_positions
 from dsv41.moe import DeepseekV41MoE, RouterReport

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from dsv41.config import BASE_FIELDS_OF_OURS, BASE_KEYS, METADATA_FIELDS, TEXT_FIELDS, DeepseekV41TextConfig
 from dsv41.config_checks import is_int, refuse_other_model, reject_misspelt, require, require_dtypes
+from dsv41.config_fields import POSITIONS, VISION_RULES, Real, check_base_keys, check_fields, require_shallow, shown
 
 
 class DeepseekV41VisionConfig(PretrainedConfig):
@@ -37,15 +38,24 @@ class DeepseekV41VisionConfig(PretrainedConfig):
                 setattr(self, name, value)
         refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
         require_dtypes(kwargs)
+        reject_misspelt(set(kwargs) - BASE_KEYS, VISION_FIELDS, type(self).__name__)
+        check_base_keys(kwargs, type(self))
+        check_fields(VISION_RULES, self)
+        if max_wh_ratio is not None:
+            Real(0, 1e6, above=True).check("max_wh_ratio", max_wh_ratio)
         super().__init__(**kwargs)
-        for field in ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio"):
-            value = getattr(self, field)
-            require(is_int(value) and value >= 1, field, f"must be an integer of at least 1, got {value!r}")
-        require(
-            is_int(num_hidden_layers) and num_hidden_layers >= 0,
-            "num_hidden_layers",
-            f"must be an integer of at least 0, got {num_hidden_layers!r}",
-        )
+
+
+VISION_FIELDS = frozenset({*VISION_RULES, "max_wh_ratio"})
+
+
+def _group(field: str, value: Any, kind: type[PretrainedConfig]) -> Any:
+    """A nested configuration out of its fields; None and what is one already are returned as they are."""
+    if value is None or isinstance(value, kind):
+        return value
+    require(isinstance(value, dict), field, f"must be a group of fields or null, got {shown(value)}")
+    require("self" not in value, "self", f"no field of {kind.__name__}")
+    return kind(**value)
 
 
 class DeepseekV41Config(PretrainedConfig):
@@ -78,34 +88,42 @@ class DeepseekV41Config(PretrainedConfig):
         image_token_id: int = 129264,
         **kwargs: Any,
     ) -> None:
-        if isinstance(text_config, dict):
-            text_config = DeepseekV41TextConfig(**text_config)
-        if isinstance(vision_config, dict):
-            vision_config = DeepseekV41VisionConfig(**vision_config)
-        self.text_config = text_config or DeepseekV41TextConfig()
-        self.vision_config = vision_config or DeepseekV41VisionConfig(num_hidden_layers=0)
+        self.text_config = _group("text_config", text_config, DeepseekV41TextConfig) or DeepseekV41TextConfig()
+        vision = _group("vision_config", vision_config, DeepseekV41VisionConfig)
+        self.vision_config = vision or DeepseekV41VisionConfig(num_hidden_layers=0)
         self.image_token_id = image_token_id
         refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
         require_dtypes(kwargs)
         self._refuse_misplaced(kwargs)
         reject_misspelt(set(kwargs) - BASE_KEYS, ("text_config", "vision_config", "image_token_id"), "the config")
-        require(is_int(image_token_id) and image_token_id >= 0, "image_token_id", f"must be >= 0: {image_token_id!r}")
+        require(
+            is_int(image_token_id) and 0 <= image_token_id <= POSITIONS,
+            "image_token_id",
+            f"must be an integer of at least 0 and at most {POSITIONS}, got {shown(image_token_id)}",
+        )
+        check_base_keys(kwargs, type(self))
         super().__init__(**kwargs)
 
     def _refuse_misplaced(self, given: dict[str, Any]) -> None:
         """Fields of the text model beside `text_config` may repeat it: else a flat file would have released sizes."""
         rope = self.text_config.rope_parameters
         for name in ("rope_scaling", "rope_parameters"):
-            repeated = dict(given.pop(name, None) or {})
+            repeated = given.pop(name, None)
+            repeated = {} if repeated is None else repeated
+            require(isinstance(repeated, dict), name, f"must be a group of settings or null, got {shown(repeated)}")
+            repeated = dict(repeated)
             if "type" in repeated:
                 repeated["rope_type"] = repeated.pop("type")
-            require(repeated.items() <= rope.items(), name, f"{repeated!r} contradicts text_config, which has {rope!r}")
+            require(
+                repeated.items() <= rope.items(), name, f"{shown(repeated)} contradicts text_config, which has {rope!r}"
+            )
         for name in sorted(set(given) & (TEXT_FIELDS - set(METADATA_FIELDS) | {"tie_word_embeddings"})):
             nested = getattr(self.text_config, name)
             require(
                 given[name] == nested,
                 name,
-                f"{given[name]!r} contradicts text_config, which has {nested!r}; fields of the text model belong there",
+                f"{shown(given[name])} contradicts text_config, which has {nested!r}; fields of the text model belong "
+                "there",
             )
 
     @classmethod
@@ -121,11 +139,32 @@ class DeepseekV41Config(PretrainedConfig):
         place = os.fspath(pretrained_model_name_or_path)
         if os.path.isabs(place) and not os.path.exists(place):
             raise FileNotFoundError(f"{place}: no such file or folder")
-        found, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        try:
+            found, unused = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        except RecursionError:
+            raise ValueError(f"{place}: config.json is nested too deeply") from None
+        except (TypeError, AttributeError):  # no object: transformers sets keys in whatever it has read
+            raise ValueError(f"{place}: config.json must hold a group of fields") from None
+        require(isinstance(found, dict), place, "config.json must hold a group of fields")
         if not found:
             raise FileNotFoundError(f"{place}: no config.json in it")
+        require_shallow(found)
+        require("self" not in found, "self", "no field of a configuration")
         refuse_other_model(found.get("model_type"), cls.model_type)
         return found, unused
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in the base class, with the place in the message.
+
+        Raises:
+            OSError: See `get_config_dict`.
+            ValueError: A field is wrong; begins with its name and ends with the place.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error} (config.json of {os.fspath(pretrained_model_name_or_path)})") from error
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
-from dsv41.config_checks import is_real, require
+from dsv41.config_checks import require
+from dsv41.config_fields import POSITIONS, TEXT_RULES, Real, Rule, Whole, shown
 
-RELEASED_YARN: dict[str, Any] = {
+# As typed: numbers and the name of a kind.
+RopeSettings = dict[str, int | float | str]
+
+RELEASED_YARN: RopeSettings = {
     "rope_type": "yarn",
     "factor": 16,
     "beta_fast": 32,
@@ -14,28 +19,70 @@ RELEASED_YARN: dict[str, Any] = {
     "original_max_position_embeddings": 65536,
 }
 
+_YARN_RULES: dict[str, Rule] = {
+    "factor": Real(1, 1e6),
+    "beta_fast": Real(0, 1e6, above=True),
+    "beta_slow": Real(0, 1e6, above=True),
+    "original_max_position_embeddings": Whole(1, POSITIONS),
+}
+# Keys of each kind; the base may stand among them.
+_KEYS = {"default": {"rope_type", "rope_theta"}, "yarn": {"rope_type", "rope_theta", *_YARN_RULES}}
 
-def merged_rope(
-    rope_theta: float | None, rope_scaling: dict[str, Any] | None, rope_parameters: dict[str, Any] | None
-) -> dict[str, Any]:
-    """One YaRN description from the released name, the transformers 5 name, or both with equal content."""
-    require(
-        rope_theta is None or (is_real(rope_theta) and rope_theta > 0),
-        "rope_theta",
-        f"must be a number above 0, got {rope_theta!r}",
-    )
+
+def _settings(field: str, given: Any) -> dict[str, Any] | None:
+    """A copy of what stands under `field`, with "type", the older name of "rope_type", replaced."""
+    require(given is None or isinstance(given, dict), field, f"must be a group of settings or null, got {shown(given)}")
+    if given is None:
+        return None
+    found = dict(given)
+    if "type" in found:
+        kind = found.pop("type")
+        require(
+            found.setdefault("rope_type", kind) == kind,
+            field,
+            f"type={shown(kind)} contradicts rope_type={shown(found['rope_type'])}",
+        )
+    _require_known(found, field)
+    return found
+
+
+def _require_known(rope: dict[str, Any], field: str) -> None:
+    for key, value in rope.items():
+        require(
+            not isinstance(value, dict),
+            field,
+            f"{shown(key)} holds a group; settings by layer type are another model's, here compressed layers have them",
+        )
+    known = {*_KEYS["yarn"], "type"}
+    for key in sorted(rope.keys() - known, key=str):
+        near = get_close_matches(str(key), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(sorted(_KEYS['yarn']))}"
+        raise ValueError(f"{field}: there is no setting {shown(key)}; {hint}")
+
+
+def merged_rope(rope_theta: Any, rope_scaling: Any, rope_parameters: Any) -> dict[str, Any]:
+    """One YaRN description from the released name, the transformers 5 name, or both with equal content.
+
+    Raises:
+        ValueError: Not a group of known settings in their ranges, or contradicting ones; begins with the field's name.
+    """
+    if rope_theta is not None:
+        TEXT_RULES["rope_theta"].check("rope_theta", rope_theta)
     explicit = rope_scaling is not None and rope_scaling is not RELEASED_YARN
-    chosen = dict(rope_parameters or rope_scaling or {"rope_type": "default"})
-    chosen["rope_type"] = chosen.pop("type", chosen.get("rope_type", "default"))
-    if explicit and rope_parameters:
-        scaling = dict(rope_scaling or {})
-        scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))
+    scaling, parameters = _settings("rope_scaling", rope_scaling), _settings("rope_parameters", rope_parameters)
+    if scaling is not None and parameters is not None and explicit:
         for key, value in scaling.items():
             require(
-                chosen.get(key) == value,
+                key in parameters and parameters[key] == value,
                 "rope_scaling",
-                f"{key}={value!r} contradicts rope_parameters, which has {chosen.get(key)!r}",
+                f"{key}={shown(value)} contradicts rope_parameters, which has {shown(parameters.get(key))}",
             )
+        require_rope(scaling, "rope_scaling")
+    if parameters is not None:
+        require_rope(parameters, "rope_parameters")
+    elif scaling is not None:
+        require_rope(scaling, "rope_scaling")
+    chosen = parameters or scaling or {"rope_type": "default"}
     theta = chosen.setdefault("rope_theta", 10000.0 if rope_theta is None else rope_theta)
     require(
         rope_theta is None or theta == rope_theta,
@@ -45,12 +92,39 @@ def merged_rope(
     return chosen
 
 
-def require_rope(rope: dict[str, Any]) -> None:
-    """Raise ValueError unless the result of `merged_rope` is a kind that exists, with all that it needs in range."""
+def require_rope(rope: dict[str, Any], field: str = "rope_scaling") -> None:
+    """Check settings that say their kind under "rope_type".
+
+    Args:
+        rope: The settings.
+        field: Where they stand.
+
+    Raises:
+        ValueError: The kind is missing or unknown, a setting is missing, unknown or out of its range; begins with the
+            field's name.
+    """
+    _require_known(rope, field)
+    require("rope_type" in rope, field, "rope_type is missing; it must be 'yarn' or 'default'")
     kind = rope["rope_type"]
-    require(kind in ("yarn", "default"), "rope_scaling", f"rope_type must be 'yarn' or 'default', got {kind!r}")
+    near = get_close_matches(str(kind), _KEYS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    require(
+        isinstance(kind, str) and kind in _KEYS,
+        field,
+        f"rope_type must be 'yarn' or 'default', got {shown(kind)}{hint}",
+    )
+    for key in sorted(rope.keys() - _KEYS[kind]):
+        raise ValueError(f"{field}: {key} has no effect with rope_type {kind!r}")
     if kind == "yarn":
-        for key in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"):
-            require(key in rope, "rope_scaling", f"yarn needs {key!r}")
-            require(is_real(rope[key]) and rope[key] > 0, "rope_scaling", f"{key} must be above 0: {rope[key]!r}")
-        require(rope["factor"] >= 1, "rope_scaling", f"factor must be at least 1, got {rope['factor']!r}")
+        for key, rule in _YARN_RULES.items():
+            require(key in rope, field, f"yarn needs {key!r}")
+            _check_within(field, key, rule, rope[key])
+    if "rope_theta" in rope:
+        _check_within(field, "rope_theta", TEXT_RULES["rope_theta"], rope["rope_theta"])
+
+
+def _check_within(field: str, key: str, rule: Rule, value: Any) -> None:
+    try:
+        rule.check(key, value)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from jsonargparse import Namespace, set_parsing_settings
+import yaml
+from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,11 +50,34 @@ from lightning_modules.callbacks import (
 from lightning_modules.checkpoint.callbacks import find_checkpoint, passed_over, run_number
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
+from lightning_modules.parsed_options import in_one_line, require_options
+from lightning_modules.transfer.pretrained import default_options, require_folder
+from lightning_modules.safe_yaml import load_plain
 from lightning_modules.task import DeepseekV41Task
 from lightning_modules.transfer.pretrained import default_options, require_folder
 
-# A text configuration is a group of options, not a class to choose.
-set_parsing_settings(subclasses_disabled=[DeepseekV41TextConfig])
+# A text configuration is a group of options, not a class to choose. What no type checks is not instantiated, and paths
+# of modules that start programs, load pickles or remove files (jsonargparse's list) are refused wherever they stand.
+set_parsing_settings(
+    subclasses_disabled=[DeepseekV41TextConfig], instantiate_subclass_spec_in_any=False, import_path_denylist=[]
+)
+_yaml_load = get_loader("yaml")
+
+
+def _load(text: str, path: str = "") -> Any:
+    """The value of an option or, with its name as `path`, of a configuration file."""
+    if not path:
+        return load_plain(text, _yaml_load)
+    try:
+        value = load_plain(text, _yaml_load)
+    except yaml.YAMLError as error:
+        raise yaml.YAMLError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise yaml.YAMLError(f"{path}: must hold options in groups, such as 'model:' and below it 'optimizer:'")
+    return value
+
+
+set_loader("yaml", _load, (yaml.YAMLError,))
 
 # Warnings of Lightning about what is meant to be so.
 _EXPECTED = (
@@ -79,8 +103,11 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print and leave with status 2; from Python, where leaving would end a notebook's kernel, a ValueError."""
         if not self.exit_on_error:
-            raise ValueError(message) from ex
-        print(f"dsv41: error: {message}\nall options: dsv41 {{fit,validate,test,predict}} --help", file=sys.stderr)
+            raise ValueError(in_one_line(message)) from ex
+        print(
+            f"dsv41: error: {in_one_line(message)}\nall options: dsv41 {{fit,validate,test,predict}} --help",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 
@@ -139,6 +166,8 @@ class DeepseekV41CLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """LightningCLI's without its warning about arguments given from Python, which is how notebooks call it."""
         self.config = parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
+        subcommand = self.config["subcommand"] if self._run else None
+        require_options(self._parser(subcommand), self.config if subcommand is None else self.config[subcommand])
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add what is no matter of configuration: how files are written, and what every run shows."""

@@ -32,6 +32,7 @@ from lightning_modules.ablation.plan import PLACE, Run, flat
 from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.checkpoint.callbacks import find_checkpoint
 from lightning_modules.transfer.export import open_checkpoint
+from lightning_modules.safe_yaml import load_plain
 
 CONFIG = "run.yaml"
 LOG = "log.txt"
@@ -62,7 +63,7 @@ def require_same(run: Run) -> None:
         ValueError: Names the options that differ, with both values.
     """
     file, marker = run.folder / CONFIG, finished(run)
-    stored = yaml.safe_load(file.read_text()) if file.is_file() else None
+    stored = load_plain(file.read_text()) if file.is_file() else None
     if stored is None:
         if marker is None and not run.directory.exists():
             return

@@ -24,6 +24,8 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from lightning_modules.safe_yaml import load_plain
+
 Match = Literal["none", "parameters", "flops"]
 BASE = "base"
 _NAME = re.compile(r"^(?!(seed|version)_\d)[A-Za-z0-9][\w.-]*$")
@@ -119,8 +121,8 @@ def read_study(path: Path) -> Study:
     if not path.is_file():
         raise FileNotFoundError(f"--config: {path} does not exist")
     try:
-        loaded = yaml.load(path.read_text(), Loader=_NoDuplicates)
-    except yaml.YAMLError as error:
+        loaded = load_plain(path.read_text(encoding="utf-8"), lambda text: yaml.load(text, Loader=_NoDuplicates))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
     top = _mapping(loaded, str(path), ("base", "variants", "seeds", "output"))
     base = _mapping(top.get("base"), f"{path}: base", ("config", "options"))

@@ -29,6 +29,8 @@ SPECIAL_TOKENS = {
 DEEPSEEK_VOCAB_SIZE = 129280
 LEAST_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 """Smallest vocabulary of the trained tokenizer: every byte and the special tokens."""
+MOST_VOCAB_SIZE = 2**20
+"""Largest vocabulary of the trained tokenizer, far above any in use: training reserves memory for all of it at once."""
 
 # Data workers are forked after the tokenizer has used its threads. They do not use it, but without this the library
 # prints a warning in each of them.
@@ -72,7 +74,7 @@ def check_tokenizer_spec(spec: str, vocab_size: int) -> None:
         vocab_size: See ``load_tokenizer``.
 
     Raises:
-        ValueError: If ``vocab_size`` is too small.
+        ValueError: If ``vocab_size`` is too small or too large.
         FileNotFoundError: If there is no tokenizer at the path.
     """
     if spec == "bpe":
@@ -81,6 +83,8 @@ def check_tokenizer_spec(spec: str, vocab_size: int) -> None:
                 f"vocab_size must be at least {LEAST_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} special tokens),"
                 f" got {vocab_size}"
             )
+        if vocab_size > MOST_VOCAB_SIZE:
+            raise ValueError(f"vocab_size must be at most {MOST_VOCAB_SIZE}, got {vocab_size}")
     elif spec != "deepseek":
         path = Path(spec).expanduser()
         if not (path / "tokenizer.json" if path.is_dir() else path).is_file():

@@ -10,12 +10,20 @@ import yaml
 
 from dsv41.weights.card import RunNumbers
 from lightning_modules.checkpoint import rule as checkpoint_rule
+from lightning_modules.safe_yaml import load_plain
 
 
 def saved_configuration(run: Path) -> dict[str, Any]:
-    """The run's ``config.yaml``; empty if there is none, as for a checkpoint that was copied elsewhere."""
+    """The run's ``config.yaml``; empty if there is none, as for a checkpoint that was copied elsewhere.
+
+    Raises:
+        ValueError: It is no YAML; names it.
+    """
     file = run / "config.yaml"
-    loaded = yaml.safe_load(file.read_text()) if file.is_file() else None
+    try:
+        loaded = load_plain(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: {error}") from None
     return loaded if isinstance(loaded, dict) else {}
 
 
