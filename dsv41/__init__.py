@@ -6,9 +6,8 @@ Importing the package registers the model with transformers' automatic classes, 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsv41.backend import BackendConfig
-from dsv41.config import DeepseekV41TextConfig
+from dsv41.config import DeepseekV41Config, DeepseekV41TextConfig, DeepseekV41VisionConfig
 from dsv41.model import DeepseekV41ForCausalLM
-from dsv41.nested_config import DeepseekV41Config, DeepseekV41VisionConfig
 
 # Whoever imports this package means this model, also where transformers has one of the same type.
 AutoConfig.register(DeepseekV41Config.model_type, DeepseekV41Config, exist_ok=True)

@@ -30,16 +30,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dsv41.attention import AttentionState, DeepseekV41Attention, build_attention
 from dsv41.backend import BackendConfig
-from dsv41.config import DeepseekV41TextConfig
+from dsv41.config import DeepseekV41Config, DeepseekV41TextConfig
 from dsv41.engram import build_engram
 from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.engram.table import EngramTable
 from dsv41.engram.token_map import fast_backend
-from dsv41.hyper_connections import (build_residual)
+from dsv41.hyper_connections import build_residual
 from dsv41.initialization import initialize_parameters
 from dsv41.inputs import TokenInputs, check_inputs, check_labels, select_positions
 from dsv41.moe import DeepseekV41MoE, RouterReport
-from dsv41.nested_config import DeepseekV41Config
 from dsv41.ops import cross_entropy
 from dsv41.ops.mixing import collapse
 from dsv41.ops.norm import RMSNorm

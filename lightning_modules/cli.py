@@ -51,7 +51,6 @@ from lightning_modules.checkpoint.callbacks import find_checkpoint, passed_over,
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
 from lightning_modules.parsed_options import in_one_line, require_options
-from lightning_modules.transfer.pretrained import default_options, require_folder
 from lightning_modules.safe_yaml import load_plain
 from lightning_modules.task import DeepseekV41Task
 from lightning_modules.transfer.pretrained import default_options, require_folder

@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
-from dsv41.config_fields import shown
+from dsv41.config.fields import shown
 
 _PARTS = (Accelerator, Callback, CheckpointIO, ClusterEnvironment, LayerSync, Logger, Precision, Profiler, Strategy)
 

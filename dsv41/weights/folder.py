@@ -13,8 +13,8 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from dsv41.config import DeepseekV41Config
 from dsv41.model import DeepseekV41ForCausalLM
-from dsv41.nested_config import DeepseekV41Config
 
 if TYPE_CHECKING:
     from dsv41.engram.token_map import AnyTokenizer

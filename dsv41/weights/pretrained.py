@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from dsv41.backend import BackendConfig
+from dsv41.config import DeepseekV41Config
 from dsv41.initialization import initialize_parameters
 from dsv41.model import DeepseekV41ForCausalLM
-from dsv41.nested_config import DeepseekV41Config
 from dsv41.weights.card import model_card
 from dsv41.weights.folder import (
     chosen_device,

@@ -31,8 +31,8 @@ from dsv41.files import remove_whole, written_whole
 from lightning_modules.ablation.plan import PLACE, Run, flat
 from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.checkpoint.callbacks import find_checkpoint
-from lightning_modules.transfer.export import open_checkpoint
 from lightning_modules.safe_yaml import load_plain
+from lightning_modules.transfer.export import open_checkpoint
 
 CONFIG = "run.yaml"
 LOG = "log.txt"

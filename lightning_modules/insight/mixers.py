@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dsv41.hyper_connections import (HyperConnection)
+from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block
 from lightning_modules.insight.drawing import Array, colour_bar, drawing_boards, heat_map, new_axes, show
 from lightning_modules.insight.hooks import ValidationObserver, log, log_details, over_ranks

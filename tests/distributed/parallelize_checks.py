@@ -40,7 +40,7 @@ from dsv41.compressor import Compressor
 from dsv41.config import IGNORE_INDEX
 from dsv41.engram import DeepseekV41Engram
 from dsv41.engram.table import EngramTable
-from dsv41.hyper_connections import (HyperConnection)
+from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block, DeepseekV41Model
 from dsv41.moe import Experts, Router, SharedExpert
 from dsv41.ops.cross_entropy import causal_lm_loss

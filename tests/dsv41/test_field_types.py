@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from dsv41 import DeepseekV41Config, DeepseekV41TextConfig, DeepseekV41VisionConfig
-from dsv41.config import TEXT_FIELDS
-from dsv41.config_fields import BASE_RULES, TEXT_RULES
-from dsv41.nested_config import VISION_FIELDS
+from dsv41.config import TEXT_FIELDS, VISION_FIELDS
+from dsv41.config.fields import BASE_RULES, TEXT_RULES
 
 CLASS = {"class_path": "os.system", "init_args": {"command": "false"}}
 # No field of any kind has one of these.

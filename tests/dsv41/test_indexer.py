@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState, DeepseekV41Attention
-from dsv41.indexer import (Indexer)
+from dsv41.indexer import Indexer
 from dsv41.ops.quantization import fake_quantize
 from dsv41.ops.rope import layer_frequencies, rotation_table
 from dsv41.ops.selection import mask_to_candidates, membership, select_blocks, stable_topk, visible_positions

@@ -27,9 +27,9 @@ from lightning_modules.cli import main
 from lightning_modules.data.tokenization import load_tokenizer
 from lightning_modules.inspecting import Parsed
 from lightning_modules.parsed_options import require_options, require_parts
-from lightning_modules.transfer.pretrained import default_options
 from lightning_modules.safe_yaml import load_plain
 from lightning_modules.strategy import EngramFSDPStrategy
+from lightning_modules.transfer.pretrained import default_options
 
 MODULE = """
 class Planted:

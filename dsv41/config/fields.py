@@ -11,7 +11,7 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-from dsv41.config_checks import is_int, is_real, require
+from dsv41.config.checks import is_int, is_real, require
 
 # Ceilings of sizes. Positions and ids fit into 32 bits.
 WIDTH = 2**20

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from dsv41.config import BASE_FIELDS_OF_OURS, BASE_KEYS, METADATA_FIELDS, TEXT_FIELDS, DeepseekV41TextConfig
-from dsv41.config_checks import is_int, refuse_other_model, reject_misspelt, require, require_dtypes
-from dsv41.config_fields import POSITIONS, VISION_RULES, Real, check_base_keys, check_fields, require_shallow, shown
+from dsv41.config.checks import is_int, refuse_other_model, reject_misspelt, require, require_dtypes
+from dsv41.config.fields import POSITIONS, VISION_RULES, Real, check_base_keys, check_fields, require_shallow, shown
+from dsv41.config.text import BASE_FIELDS_OF_OURS, BASE_KEYS, METADATA_FIELDS, TEXT_FIELDS, DeepseekV41TextConfig
 
 
 class DeepseekV41VisionConfig(PretrainedConfig):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from dsv41.config_checks import require
-from dsv41.config_fields import POSITIONS, TEXT_RULES, Real, Rule, Whole, shown
+from dsv41.config.checks import require
+from dsv41.config.fields import POSITIONS, TEXT_RULES, Real, Rule, Whole, shown
 
 # As typed: numbers and the name of a kind.
 RopeSettings = dict[str, int | float | str]

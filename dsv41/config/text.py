@@ -1,31 +1,22 @@
-"""Configuration of DeepSeek-V4.1, under the field names of the released ``config.json``.
+"""Text configuration of DeepSeek-V4.1, under the field names of the released ``config.json``.
 
-Every rule that a layer schedule has to obey is checked here, once, before a single tensor exists; an error always
-starts with the name of the offending field. What a field means is in the docstring of `DeepseekV41TextConfig`.
+Every rule is checked once, before a single tensor exists; an error starts with the name of the offending field. The
+meaning of a field is in the docstring of `DeepseekV41TextConfig`.
 """
 
 # No postponed annotations: jsonargparse resolves those of a class together with those of transformers' base class, one
 # of which cannot be resolved, and then takes any value for every field.
 import copy
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from dsv41.config_checks import is_int, refuse_other_model, reject_misspelt, require, require_dtypes
-from dsv41.config_fields import (
-    ENGRAM_COLUMNS,
-    ENGRAM_ROWS,
-    LAYERS,
-    TEXT_RULES,
-    VOCABULARY,
-    check_base_keys,
-    check_fields,
-    shown,
-)
+from dsv41.config.checks import refuse_other_model, reject_misspelt, require, require_dtypes
+from dsv41.config.fields import TEXT_RULES, check_base_keys, check_fields
+from dsv41.config.rope import RELEASED_YARN, RopeSettings, merged_rope
+from dsv41.config.rules import check_together
 from dsv41.primes import engram_primes
-from dsv41.rope_settings import RELEASED_YARN, RopeSettings, merged_rope, require_rope
 
 RELEASED_COMPRESS_RATIOS = [0, 0] + [2] * 18 + [1] * 20 + [0] * 3
 RELEASED_KV_SOURCES = [2, 8, 14, 20]
@@ -319,140 +310,8 @@ class DeepseekV41TextConfig(PretrainedConfig):
         Raises:
             ValueError: See the class.
         """
-        self._validate_ranges()
-        self._validate_schedule()
-        self._validate_engram()
-
-    def _validate_ranges(self) -> None:
         check_fields(TEXT_RULES, self)
-        heads = self.num_key_value_heads
-        require(is_int(heads) and heads == 1, "num_key_value_heads", f"must be 1, got {shown(heads)}")
-        require(self.tie_word_embeddings is False, "tie_word_embeddings", "must be false: the head is a second matrix")
-        score = self.scoring_func
-        require(score == "sqrtsoftplus", "scoring_func", f"must be 'sqrtsoftplus', got {shown(score)}")
-        for field, choices in SWITCHES.items():
-            value = getattr(self, field)
-            require(value in choices, field, f"must be one of {choices}, got {shown(value)}")
-        require(
-            self.residual != "plain" or self.hc_mult == 1,
-            "hc_mult",
-            f"must be 1 with residual 'plain', which has one stream, got {self.hc_mult}",
-        )
-        require(
-            self.num_experts_per_tok <= self.n_routed_experts,
-            "num_experts_per_tok",
-            f"must be at most n_routed_experts={self.n_routed_experts}, got {self.num_experts_per_tok}",
-        )
-        require(
-            self.num_attention_heads % self.o_groups == 0,
-            "o_groups",
-            f"must divide num_attention_heads={self.num_attention_heads}, got {self.o_groups}",
-        )
-        width = self.qk_rope_head_dim
-        limit = min(self.head_dim, self.index_head_dim)
-        require(
-            is_int(width) and 2 <= width <= limit and width % 2 == 0,
-            "qk_rope_head_dim",
-            f"must be even, at least 2 and at most {limit} (the smaller of head_dim and index_head_dim), "
-            f"got {shown(width)}",
-        )
-        require_rope(self.rope_parameters)
-
-    def _validate_ids(self, field: str, length: int) -> None:
-        ids: Sequence[int] = getattr(self, field)
-        require(isinstance(ids, list), field, f"must be a list of integers, got {shown(ids)}")
-        for value in ids:
-            require(
-                is_int(value) and 0 <= value < length, field, f"ids must lie in 0..{length - 1}, got {shown(value)}"
-            )
-        require(list(ids) == sorted(set(ids)), field, f"ids must ascend without repetition, got {list(ids)}")
-
-    def _validate_schedule(self) -> None:
-        ratios = self.compress_ratios
-        require(
-            len(ratios) <= 2 * LAYERS, "compress_ratios", f"must have at most {2 * LAYERS} entries, got {len(ratios)}"
-        )
-        require(
-            len(ratios) >= self.num_hidden_layers,
-            "compress_ratios",
-            f"needs an entry for each of the {self.num_hidden_layers} layers, got {len(ratios)}",
-        )
-        self._validate_ids("kv_source_layer_ids", len(ratios))
-        self._validate_ids("index_source_layer_ids", len(ratios))
-        for field in ("kv_source_layer_ids", "index_source_layer_ids"):
-            for layer in getattr(self, field):
-                require(ratios[layer] > 0, field, f"layer {layer} has compress_ratios 0 and cannot be a source")
-        missing = sorted(set(self.kv_source_layer_ids) - set(self.index_source_layer_ids))
-        require(not missing, "index_source_layer_ids", f"must contain the KV source layers {missing}")
-        for layer in self.layers:
-            if ratios[layer] == 0:
-                continue
-            sources = [source for source in self.kv_source_layer_ids if source <= layer]
-            require(
-                bool(sources) and ratios[sources[-1]] == ratios[layer],
-                "kv_source_layer_ids",
-                f"layer {layer} with compression ratio {ratios[layer]} has no KV source of that ratio at or before it "
-                f"(nearest earlier source: {sources[-1] if sources else 'none'})",
-            )
-        self._validate_candidate_source(ratios)
-
-    def _validate_candidate_source(self, ratios: Sequence[int]) -> None:
-        field, source = "candidate_source_layer_id", self.candidate_source_layer_id
-        require(is_int(source) and source >= -1, field, f"must be -1 (off) or a layer, got {shown(source)}")
-        if source == -1:
-            return
-        require(
-            source in self.kv_source_layer_ids, field, f"{source} is no KV source; those are {self.kv_source_layer_ids}"
-        )
-        for later in self.kv_source_layer_ids:
-            require(
-                later <= source or later >= self.num_hidden_layers or ratios[later] == ratios[source],
-                field,
-                f"candidates of layer {source} (ratio {ratios[source]}) cannot serve the later KV source {later} "
-                f"(ratio {ratios[later]})",
-            )
-
-    def _validate_engram(self) -> None:
-        self._validate_ids("engram_layer_ids", len(self.compress_ratios))
-        size = self.engram_max_ngram_size
-        require(
-            is_int(size) and 2 <= size <= 2**10,
-            "engram_max_ngram_size",
-            f"must be an integer of at most {2**10} and >= 2, got {shown(size)}",
-        )
-        columns = len(self.engram_layer_ids) * (size - 1) * self.engram_n_heads
-        require(
-            columns <= ENGRAM_COLUMNS,
-            "engram_n_heads",
-            f"at most {ENGRAM_COLUMNS} hash columns are possible, and {len(self.engram_layer_ids)} layers with "
-            f"{size - 1} n-gram sizes of {self.engram_n_heads} heads are {columns}",
-        )
-        pad = self.engram_pad_token_id
-        length = VOCABULARY if self.vocab_size is None or not self.engram_layer_ids else self.vocab_size
-        require(
-            is_int(pad) and 0 <= pad < length,
-            "engram_pad_token_id",
-            f"must lie in 0..{length - 1}, got {shown(pad)}",
-        )
-        needed = [sum(primes) for primes in self.rows_of_engram_primes()]
-        rows: list[int] | None = getattr(self, "engram_num_embeddings", None)
-        if rows is None:
-            rows = self.engram_num_embeddings = needed
-        require(
-            isinstance(rows, list), "engram_num_embeddings", f"must be a list of integers or null, got {shown(rows)}"
-        )
-        require(
-            len(rows) == len(self.engram_layer_ids),
-            "engram_num_embeddings",
-            f"needs one entry per Engram layer {self.engram_layer_ids}, got {shown(rows)}",
-        )
-        for layer, have, need in zip(self.engram_layer_ids, rows, needed, strict=True):
-            require(
-                is_int(have) and need <= have <= ENGRAM_ROWS,
-                "engram_num_embeddings",
-                f"layer {layer} needs at least {need} rows (the sum of its primes) and at most {ENGRAM_ROWS}, "
-                f"got {shown(have)}",
-            )
+        check_together(self, SWITCHES)
 
 
 TEXT_FIELDS = frozenset(
