@@ -293,7 +293,7 @@ class Site:
     def forward(self) -> list[Tensor]:
         """x, pre, post, comb and the streams behind the site."""
         x, pre, post, comb = self.module(self.streams, self.carried)
-        return [x, pre, post, comb, expand(self.y, self.streams, post, comb)]
+        return [x, pre, post, comb, self.module.write(self.y, self.streams, post, comb)]
 
     def exact(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The same and all gradients by autograd from the formulas, in float64."""

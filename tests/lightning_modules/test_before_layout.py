@@ -73,7 +73,7 @@ NAMES = {
     "lightning_modules.cli": "main get_cli DeepseekV41CLI",
     "lightning_modules.task": "DeepseekV41Task IndexerConfig",
     "lightning_modules.data": "TextDataModule",
-    "lightning_modules.optim.groups": "OptimizerConfig ScheduleConfig",
+    "lightning_modules.optim": "OptimizerConfig ScheduleConfig",
     "lightning_modules.callbacks": "BestCheckpoint EngramGates EngramMemory ExpertLoad GracefulInterrupt IndexerRecall "
     "LatestCheckpoint PartSummary PeakMemory PredictionFile StreamMixers TokenThroughput UnigramBaseline UpdateRatio",
 }
