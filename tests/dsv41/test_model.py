@@ -24,8 +24,8 @@ Models = Callable[..., DeepseekV41ForCausalLM]
 # other heights may round differently.
 DENSE = BackendConfig(attn="eager", experts="dense", loss="full")
 WITH_LOGITS = BackendConfig(loss="full")
-# Products of other heights round differently, by how much depends on the CPU, and in fp32 the difference can move a cache
-# value or a selection. Hence float64: logits of size 6 then differ by about 1e-14.
+# Products of other heights round differently, by how much depends on the CPU, and in fp32 the difference can move a
+# cache value or a selection. Hence float64: logits of size 6 then differ by about 1e-14.
 ROUNDING = 1e-11
 NO_ENGRAM: dict[str, Any] = {"engram_layer_ids": [], "engram_num_embeddings": []}
 RATIOS = {ratio: {"compress_ratios": [0, ratio, ratio, ratio, 1, 1]} for ratio in (2, 3, 4)} | {
