@@ -296,7 +296,7 @@ def assert_moved(before: nn.Module, after: nn.Module, expected: dict[str, Tensor
     for name, parameter in after.named_parameters():
         moved = (old[name] - parameter).detach() / SGDTask.rate
         reference = expected.get(name, torch.zeros_like(moved))
-        rounding = 1e-15 * float(old[name].norm())  # of the difference above
+        rounding = 1e-15 * float(parameter.detach().norm())  # of the difference above
         assert float((moved - reference).norm()) <= 1e-9 * float(reference.norm()) + rounding, name
 
 

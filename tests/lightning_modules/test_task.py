@@ -123,7 +123,7 @@ def assert_moved(before: torch.nn.Module, after: torch.nn.Module, gradients: dic
     for name, parameter in after.named_parameters():
         moved = (old[name] - parameter).detach() / SGDTask.rate
         gradient = gradients.get(name, torch.zeros_like(moved))
-        rounding = 1e-15 * float(old[name].norm())  # of the difference above
+        rounding = 1e-15 * float(parameter.detach().norm())  # of the difference above
         assert float((moved - gradient).norm()) <= 1e-9 * float(gradient.norm()) + rounding, name
 
 
