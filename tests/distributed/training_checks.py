@@ -299,7 +299,7 @@ def check_rows(mesh: DeviceMesh, rows: int) -> None:
         states = [whole(optimizer.state[p]) for optimizer, p in ((ours, table.weight), (theirs, whole_table.weight))]
         states[0]["table"], states[1]["table"] = collected(table.weight.detach()), whole_table.weight.detach()
         for key, value in states[1].items():
-            torch.testing.assert_close(states[0][key], value, rtol=1e-13, atol=1e-14)
+            assert float((states[0][key] - value).double().norm()) <= 1e-13 * float(value.double().norm()), key
         assert ours.state[table.weight]["hits"].placements == table.weight.placements
         if step == 2:
             stored = {key: collected(value) for key, value in ours.state[table.weight].items()}
@@ -323,7 +323,9 @@ def check_muon(mesh: DeviceMesh, shape: tuple[int, int]) -> None:
         theirs.step()
     # torch adds step and value in one rounding, here there are two.
     torch.testing.assert_close(collected(shared.detach()), alone.detach(), rtol=1e-6, atol=1e-7, msg=str(shape))
-    assert torch.equal(collected(ours.state[shared]["momentum_buffer"]), theirs.state[alone]["momentum_buffer"]), shape
+    # Blocks of other sizes end in other places, where a processor may round otherwise.
+    average = theirs.state[alone]["momentum_buffer"]
+    assert float((collected(ours.state[shared]["momentum_buffer"]) - average).norm()) <= 1e-7 * float(average.norm())
 
 
 def from_other(launch: Launch, folder: str, check: str) -> None:

@@ -2,7 +2,8 @@
 
 The loops gather what each query attends to from lists of positions. Of the module under test they take the weights,
 the selection (whose own reference is in the tests of the indexer) and the fake quantiser; projections, norms,
-rotations, pooling, sink softmax and the grouped output projection are written out again.
+rotations, pooling, sink softmax and the grouped output projection are written out again. The module is compared in
+float64, rotations included: a rounding of fp32, which depends on the CPU, can move a cache value by a whole step.
 """
 
 from __future__ import annotations
@@ -168,6 +169,7 @@ def test_the_window_holds_the_last_live_positions_up_to_the_query() -> None:
 
 # ------------------------------------------------------------------ the module
 
+WIDE = torch.float64
 HIDDEN, HEADS, WIDTH, ROPE, GROUPS, RANK, WINDOW, LENGTH = 20, 4, 18, 6, 2, 5, 3, 13
 KINDS = ("window", "full-2", "reuse", "reindex-2", "full-1", "reindex-1")
 LIVE = [LENGTH, 9]
@@ -238,6 +240,22 @@ def run_layers(
     return outputs, states
 
 
+@pytest.fixture
+def exact_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotations in float64 instead of fp32, which alone would be the largest error (`test_rope.py` compares those)."""
+
+    def frequencies(config: Any, compressed: bool) -> Tensor:
+        theta = config.compress_rope_theta if compressed else config.rope_theta
+        return theta ** (-torch.arange(0, ROPE, 2, dtype=WIDE) / ROPE)
+
+    def table(frequencies: Tensor, positions: Tensor) -> Tensor:
+        angles = positions.double().unsqueeze(-1) * frequencies
+        return torch.polar(torch.ones_like(angles), angles)
+
+    monkeypatch.setattr("dsv41.attention.layer_frequencies", frequencies)
+    monkeypatch.setattr("dsv41.attention.rotation_table", table)
+
+
 def unit(vector: Tensor, gain: Tensor) -> Tensor:
     return vector / math.sqrt(float(vector.square().mean()) + 1e-20) * gain.double()
 
@@ -293,7 +311,9 @@ def attention_by_hand(
             turned = turn(q[h], position, theta)
             powers = [math.exp(float(turned @ key) / math.sqrt(WIDTH)) for key in keys]
             total = math.exp(float(module.core.attn_sink[h])) + sum(powers)
-            mixed = sum((power / total * key for power, key in zip(powers, keys, strict=True)), torch.zeros(WIDTH))
+            mixed = sum(
+                (power / total * key for power, key in zip(powers, keys, strict=True)), torch.zeros(WIDTH, dtype=WIDE)
+            )
             heads.append(turn(mixed, position, theta, sign=-1))
         ranks = []
         for group in range(GROUPS):
@@ -304,11 +324,12 @@ def attention_by_hand(
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("exact_rotations")
 @pytest.mark.parametrize("attn", IMPLEMENTATIONS)
 @pytest.mark.parametrize("index", range(6), ids=KINDS)
 def test_every_kind_of_layer_equals_a_loop(tiny_config: MakeConfig, attn: str, index: int) -> None:
     config = make_config(tiny_config)
-    layers, inputs = make_layers(config, attn), layer_inputs()
+    layers, inputs = make_layers(config, attn, WIDE), layer_inputs(WIDE)
     outputs, states = run_layers(layers, inputs, live_mask())
     source = None if layers[index].ratio == 0 else max(s for s in config.kv_source_layer_ids if s <= index)
     beyond_window = 0
@@ -327,7 +348,7 @@ def test_every_kind_of_layer_equals_a_loop(tiny_config: MakeConfig, attn: str, i
             inputs[source or 0][row, :length],
             selection,
         )
-        torch.testing.assert_close(outputs[index][row, :length].double(), expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(outputs[index][row, :length], expected, atol=1e-12, rtol=1e-11)
         assert not outputs[index][row, length:].any()
     assert (beyond_window > 0) == (source is not None)
 
@@ -335,27 +356,27 @@ def test_every_kind_of_layer_equals_a_loop(tiny_config: MakeConfig, attn: str, i
 @torch.no_grad()
 @pytest.mark.parametrize("attn", IMPLEMENTATIONS)
 def test_padding_changes_nothing_for_live_tokens(tiny_config: MakeConfig, attn: str) -> None:
-    layers, inputs = make_layers(make_config(tiny_config), attn), layer_inputs()
+    layers, inputs = make_layers(make_config(tiny_config), attn, WIDE), layer_inputs(WIDE)
     live = live_mask()
     outputs, _ = run_layers(layers, inputs, live)
-    other = [torch.where(live.unsqueeze(-1), x, random(*x.shape, seed=99) * 9) for x in inputs]
+    other = [torch.where(live.unsqueeze(-1), x, random(*x.shape, seed=99, dtype=WIDE) * 9) for x in inputs]
     alone = [x[1:, : LIVE[1]] for x in inputs]
     changed, cropped = run_layers(layers, other, live)[0], run_layers(layers, alone)[0]
     for mine, theirs, short in zip(outputs, changed, cropped, strict=True):
         assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine[1:, : LIVE[1]], short, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(mine[1:, : LIVE[1]], short, atol=1e-13, rtol=1e-12)
         assert mine[0, LIVE[1] :].any(-1).all()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("attn", IMPLEMENTATIONS)
 def test_no_layer_sees_the_future(tiny_config: MakeConfig, attn: str) -> None:
-    layers, inputs = make_layers(make_config(tiny_config), attn), layer_inputs()
+    layers, inputs = make_layers(make_config(tiny_config), attn, WIDE), layer_inputs(WIDE)
     outputs, _ = run_layers(layers, inputs)
     for cut in (1, 6, 9):
-        changed = [torch.cat((x[:, :cut], random(2, LENGTH - cut, HIDDEN, seed=98)), dim=1) for x in inputs]
+        changed = [torch.cat((x[:, :cut], random(2, LENGTH - cut, HIDDEN, seed=98, dtype=WIDE)), dim=1) for x in inputs]
         for before, after in zip(outputs, run_layers(layers, changed)[0], strict=True):
-            torch.testing.assert_close(before[:, :cut], after[:, :cut], atol=1e-6, rtol=0)
+            torch.testing.assert_close(before[:, :cut], after[:, :cut], atol=1e-13, rtol=0)
             assert (before[:, cut:] - after[:, cut:]).abs().amax(-1).min() > 1e-3
 
 
@@ -386,16 +407,16 @@ def compressor_gradients(layers: list[DeepseekV41Attention], loss: Tensor, sourc
 def test_gradients_of_later_layers_reach_the_compressor_of_their_source(
     tiny_config: MakeConfig, attn: str, later: int
 ) -> None:
-    layers = make_layers(make_config(tiny_config), attn)
-    outputs, _ = run_layers(layers, layer_inputs(), live_mask())
-    incoming = random(2, LENGTH, HIDDEN, seed=60)
+    layers = make_layers(make_config(tiny_config), attn, WIDE)
+    outputs, _ = run_layers(layers, layer_inputs(WIDE), live_mask())
+    incoming = random(2, LENGTH, HIDDEN, seed=60, dtype=WIDE)
     own, reused = (outputs[1] * incoming).sum(), (outputs[later] * incoming.flip(1)).sum()
     from_own, from_reuse = compressor_gradients(layers, own), compressor_gradients(layers, reused)
     both = compressor_gradients(layers, own + reused)
     cut = compressor_gradients(layers, own + reused.detach())
     for name in ("wkv.weight", "wgate.weight", "norm.weight"):
         assert from_reuse[name].abs().max() > 1e-3, name
-        torch.testing.assert_close(both[name], from_own[name] + from_reuse[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(both[name], from_own[name] + from_reuse[name], atol=1e-13, rtol=1e-11)
         assert torch.equal(cut[name], from_own[name]), name
         # Layers over other keys, or none, leave this compressor alone.
         for other in (0, 4, 5):

@@ -559,20 +559,21 @@ def test_the_compiled_core_equals_the_formulas(
 def test_a_model_that_asks_for_it_runs_the_compiled_core_and_equals_eager(
     counting_compiler: CompileCounterWithBackend, golden_model: MakeModel, golden: dict[str, Tensor]
 ) -> None:
+    # In float64: an fp32 rounding of another kernel can move a cache value or a selection further on.
     arguments = {name: golden[name] for name in ("input_ids", "attention_mask", "labels")}
-    eager = golden_model()
+    eager = golden_model().double()
     expected = eager(**arguments)
     expected.loss.backward()
     assert counting_compiler.frame_count == 0
-    model = golden_model(backend=BackendConfig(compile_hc=True))
+    model = golden_model(backend=BackendConfig(compile_hc=True)).double()
     out = model(**arguments)
     out.loss.backward()
     assert counting_compiler.frame_count == 1, "all sites share one shape"
-    torch.testing.assert_close(out.loss, expected.loss, atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.loss, expected.loss, atol=1e-12, rtol=0)
     for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
         if ours.grad is not None:
-            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 1e-3, name
+            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 1e-10, name
 
 
 def test_a_failing_compiler_leaves_the_eager_core(

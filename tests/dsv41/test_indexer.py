@@ -24,12 +24,20 @@ MakeConfig = Callable[..., DeepseekV41Config]
 MakeModel = Callable[..., DeepseekV41ForCausalLM]
 
 NOTHING = float("-inf")
+WIDE = torch.float64
 HIDDEN, LATENT, HEADS, WIDTH, ROPE = 14, 10, 3, 34, 6
 TOPK, BLOCK, KEPT_BLOCKS = 4, 3, 2
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exact_rotations(frequencies: Tensor, positions: Tensor) -> Tensor:
+    """`rotation_table` in float64, which by-hand comparisons need: fp32 rounds as the CPU does, and a rounding can move
+    a quantised value by a whole step, and so the selection."""
+    angles = positions.double().unsqueeze(-1) * frequencies
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def make_config(tiny_config: MakeConfig, ratio: int, candidates: bool) -> Any:
@@ -251,22 +259,22 @@ def test_selection_equals_a_loop_over_the_formula(
     tiny_config: MakeConfig, ratio: int, length: int, candidates: bool
 ) -> None:
     config = make_config(tiny_config, ratio, candidates)
-    x, q_latent = random(2, length, HIDDEN, seed=11), random(2, length, LATENT, seed=12)
+    x, q_latent = random(2, length, HIDDEN, seed=11, dtype=WIDE), random(2, length, LATENT, seed=12, dtype=WIDE)
     positions = length // ratio
-    latent = random(2, positions, 12, seed=13)
+    latent = random(2, positions, 12, seed=13, dtype=WIDE)
     groups = torch.arange(positions) < torch.tensor([[positions], [positions - 3]])
     frequencies = layer_frequencies(config, True)
-    table = rotation_table(frequencies, torch.arange(length))
-    source = make_indexer(config, 1)
-    keys = source.keys(latent, rotation_table(frequencies, torch.arange(positions) * ratio))
-    assert torch.equal(keys.double(), keys_by_hand(source, config, latent, ratio).float().double())
+    table = exact_rotations(frequencies, torch.arange(length))
+    source = make_indexer(config, 1).double()
+    keys = source.keys(latent, exact_rotations(frequencies, torch.arange(positions) * ratio))
+    assert torch.equal(keys, keys_by_hand(source, config, latent, ratio))
     blocks, pools = None, None
     restricted = 0
     for layer in (0, 1, 2, 4):
-        indexer = source if layer == 1 else make_indexer(config, layer)
+        indexer = source if layer == 1 else make_indexer(config, layer).double()
         by_hand = scores_by_hand(indexer, config, x, q_latent, keys, groups, ratio)
-        scores = indexer.scores(*indexer.queries(x, q_latent, table), keys, groups).double()
-        torch.testing.assert_close(scores, torch.tensor(by_hand, dtype=torch.float64), rtol=1e-4, atol=1e-4)
+        scores = indexer.scores(*indexer.queries(x, q_latent, table), keys, groups)
+        torch.testing.assert_close(scores, torch.tensor(by_hand, dtype=WIDE), rtol=1e-11, atol=1e-12)
         selection, blocks = indexer(x, q_latent, keys, table, groups, blocks)
         assert selection.shape == (2, length, min(TOPK, positions))
         free = [[best(row, TOPK) for row in rows] for rows in by_hand]
@@ -367,17 +375,20 @@ def make_attention(config: Any, layer: int, seed: int = 0) -> DeepseekV41Attenti
 
 @torch.no_grad()
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_index_keys_read_the_latent_before_its_rotation_and_rounding(tiny_config: MakeConfig, ratio: int) -> None:
+def test_index_keys_read_the_latent_before_its_rotation_and_rounding(
+    tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, ratio: int
+) -> None:
+    monkeypatch.setattr("dsv41.attention.rotation_table", exact_rotations)
     config = make_config(tiny_config, ratio, True)
-    module = make_attention(config, 1)
+    module = make_attention(config, 1).double()
     assert module.compressor is not None
     assert module.indexer is not None
-    x = random(2, 15, HIDDEN, seed=29)
+    x = random(2, 15, HIDDEN, seed=29, dtype=WIDE)
     state = attend(module, x)
     assert state.index_keys is not None
     assert state.compressed_kv is not None
     expected = keys_by_hand(module.indexer, config, module.compressor(x), ratio)
-    torch.testing.assert_close(state.index_keys.double(), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(state.index_keys, expected, atol=1e-13, rtol=1e-12)
     rotated = keys_by_hand(module.indexer, config, state.compressed_kv, ratio)
     assert (state.index_keys - rotated).abs().max() > 0.1
 
@@ -391,18 +402,18 @@ def without_absent(rows: Tensor) -> list[list[list[int]]]:
 def test_selection_and_candidates_do_not_see_the_future(
     tiny_config: MakeConfig, ratio: int, equal_scores: bool
 ) -> None:
-    module = make_attention(make_config(tiny_config, ratio, True), 1)
+    module = make_attention(make_config(tiny_config, ratio, True), 1).double()
     assert module.indexer is not None
     if equal_scores:
         with torch.no_grad():
             module.indexer.weights_proj.weight.zero_()
-    x = random(2, 27, HIDDEN, seed=23)
+    x = random(2, 27, HIDDEN, seed=23, dtype=WIDE)
     whole = attend(module, x)
     assert whole.selection is not None
     assert whole.candidate_blocks is not None
     for cut in (5, 12, 18):
         changed = x.clone()
-        changed[:, cut:] = random(2, 27 - cut, HIDDEN, seed=24) * 5
+        changed[:, cut:] = random(2, 27 - cut, HIDDEN, seed=24, dtype=WIDE) * 5
         for other in (attend(module, changed), attend(module, x[:, :cut])):
             assert other.selection is not None
             assert other.candidate_blocks is not None
@@ -426,8 +437,8 @@ def test_selection_differs_from_query_to_query_and_row_to_row(tiny_config: MakeC
 
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_groups_with_padding_are_never_selected_and_change_nothing(tiny_config: MakeConfig, ratio: int) -> None:
-    module = make_attention(make_config(tiny_config, ratio, True), 1)
-    x = random(2, 20, HIDDEN, seed=26)
+    module = make_attention(make_config(tiny_config, ratio, True), 1).double()
+    x = random(2, 20, HIDDEN, seed=26, dtype=WIDE)
     lengths = torch.tensor([20, 13])
     padded = attend(module, x, lengths)
     alone = attend(module, x[1:, :13])
@@ -542,9 +553,9 @@ def select(indexer: Indexer, length: int, blocks: Tensor | None, seed: int) -> t
     """The selection for two random rows, the second with padding."""
     generator = torch.Generator().manual_seed(seed)
     positions = length // indexer.ratio
-    x = torch.randn(2, length, indexer.weights_proj.in_features, generator=generator)
-    q_latent = torch.randn(2, length, indexer.wq_b.in_features, generator=generator)
-    keys = torch.randn(2, positions, indexer.width, generator=generator)
+    x = torch.randn(2, length, indexer.weights_proj.in_features, generator=generator).double()
+    q_latent = torch.randn(2, length, indexer.wq_b.in_features, generator=generator).double()
+    keys = torch.randn(2, positions, indexer.width, generator=generator).double()
     table = torch.polar(torch.ones(length, 4), torch.rand(length, 4, generator=generator))
     groups = torch.arange(positions) < torch.tensor([[positions], [positions * 3 // 4]])
     return indexer(x, q_latent, keys, table, groups, blocks)
@@ -556,7 +567,7 @@ def test_chunks_and_gathering_select_the_same(
 ) -> None:
     config = tiny_config(candidate_topk_blocks=3, candidate_block_size=4, index_topk=7).text_config
     torch.manual_seed(5)
-    source, indexer = Indexer(config, 4), Indexer(config, layer)
+    source, indexer = Indexer(config, 4).double(), Indexer(config, layer).double()
     for parameter in (*source.parameters(), *indexer.parameters()):
         torch.nn.init.normal_(parameter, std=0.3)
     length = 90

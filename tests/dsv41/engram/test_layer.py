@@ -241,7 +241,7 @@ def test_a_row_sparse_gradient_of_a_dtensor_on_one_rank() -> None:
 def test_a_models_tables_are_row_sparse_on_request(golden_model: Any, golden: dict[str, Tensor]) -> None:
     gradients = []
     for sparse in (True, False):
-        model = golden_model(backend=BackendConfig(sparse_table_gradient=sparse))
+        model = golden_model(backend=BackendConfig(sparse_table_gradient=sparse)).double()
         model(golden["input_ids"], golden["attention_mask"], labels=golden["labels"]).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     tables = {name for name, gradient in gradients[0].items() if gradient is not None and gradient.is_sparse}
@@ -249,7 +249,7 @@ def test_a_models_tables_are_row_sparse_on_request(golden_model: Any, golden: di
     for name, gradient in gradients[1].items():
         other = gradients[0][name]
         if name in tables:
-            torch.testing.assert_close(other.to_dense(), gradient, atol=1e-7, rtol=1e-5)
+            torch.testing.assert_close(other.to_dense(), gradient, atol=1e-15, rtol=1e-12)
         else:
             assert other is gradient is None or torch.equal(other, gradient), name
 
@@ -545,23 +545,24 @@ def test_more_shapes_than_the_recompile_limit_run_eager(counting_compiler: Compi
 def test_a_model_that_asks_for_it_runs_the_compiled_gate_and_equals_eager(
     counting_compiler: CompileCounterWithBackend, golden_model: Callable[..., Any], golden: dict[str, Tensor]
 ) -> None:
+    # In float64: an fp32 rounding of another kernel can move a cache value or a selection further on.
     arguments = {name: golden[name] for name in ("input_ids", "attention_mask", "labels")}
-    eager = golden_model(backend=BackendConfig(loss="full"))
+    eager = golden_model(backend=BackendConfig(loss="full")).double()
     expected = eager(**arguments)
     expected.loss.backward()
     assert engram_module._engram_gate is gate_core
     assert counting_compiler.frame_count == 0
-    model = golden_model(backend=BackendConfig(loss="full", compile_engram=True))
+    model = golden_model(backend=BackendConfig(loss="full", compile_engram=True)).double()
     out = model(**arguments)
     out.loss.backward()
     assert engram_module._engram_gate is not gate_core
     assert counting_compiler.frame_count == 1, "both Engram layers share one shape"
     live = golden["attention_mask"].bool()
-    torch.testing.assert_close(out.logits[live], expected.logits[live], atol=1e-4, rtol=0)
+    torch.testing.assert_close(out.logits[live], expected.logits[live], atol=1e-11, rtol=0)
     for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
         if ours.grad is not None:
-            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 1e-3, name
+            assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 1e-10, name
 
 
 @pytest.mark.parametrize(
