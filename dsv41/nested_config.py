@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any, ClassVar
 
@@ -82,8 +83,11 @@ class DeepseekV41Config(PretrainedConfig):
             text_config = DeepseekV41TextConfig(**text_config)
         if isinstance(vision_config, dict):
             vision_config = DeepseekV41VisionConfig(**vision_config)
-        self.text_config = text_config or DeepseekV41TextConfig()
-        self.vision_config = vision_config or DeepseekV41VisionConfig(num_hidden_layers=0)
+        # Copies: what is edited later in the caller's objects has been checked by nobody.
+        self.text_config = copy.deepcopy(text_config) if text_config else DeepseekV41TextConfig()
+        self.vision_config = (
+            copy.deepcopy(vision_config) if vision_config else DeepseekV41VisionConfig(num_hidden_layers=0)
+        )
         self.image_token_id = image_token_id
         refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)
         require_dtypes(kwargs)
