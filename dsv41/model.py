@@ -156,7 +156,7 @@ class DeepseekV41Model(nn.Module):
     """Embedding, blocks, final norm.
 
     Args:
-        config: Text configuration; sizes that it leaves open are taken from the tokenizer.
+        config: Text configuration, copied; sizes that it leaves open are taken from the tokenizer.
         backend: Implementation choices.
         tokenizer: Fast tokenizer that makes the ids; needed if an Engram layer exists.
         engram_process_group: Ranks that share the rows of the Engram tables; None holds them whole.
@@ -189,6 +189,8 @@ class DeepseekV41Model(nn.Module):
             config = self.engram_hash.config
         elif tokenizer is not None:
             config = config.for_tokenizer(fast_backend(tokenizer).get_vocab_size(with_added_tokens=True))
+        else:
+            config = copy.deepcopy(config)  # the other branches have copied it
         if config.vocab_size is None:
             raise ValueError("vocab_size: unset; give a number, or a tokenizer to take it from")
         self.config = config
@@ -268,7 +270,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
     """DeepSeek-V4.1 with its language-model head.
 
     Args:
-        config: Nested configuration.
+        config: Nested configuration, copied.
         backend: Implementation choices; None takes the defaults.
         tokenizer: Fast tokenizer that makes the ids; needed if an Engram layer exists. Sizes that the configuration
             leaves open (`vocab_size`, `engram_compressed_vocab_size`) are taken from it.

@@ -7,6 +7,7 @@ sharded by the strategy; sums over ranks are the strategy's `reduce`, which on o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -62,8 +63,8 @@ class DeepseekV41Task(L.LightningModule):
     """Trains `DeepseekV41ForCausalLM` on rows of tokens.
 
     Args:
-        config: Architecture. Sizes left null (`vocab_size`, `engram_compressed_vocab_size`, `engram_num_embeddings`)
-            follow from the tokenizer.
+        config: Architecture, which is copied. Sizes left null (`vocab_size`, `engram_compressed_vocab_size`,
+            `engram_num_embeddings`) follow from the tokenizer.
         backend: Implementation choices that do not change the function.
         optimizer: AdamW.
         schedule: Learning rate over steps.
@@ -108,7 +109,7 @@ class DeepseekV41Task(L.LightningModule):
                 f"indexer.warmup_steps: must be 0, got {indexer.warmup_steps}: there is no indexer to warm up, which "
                 "takes config.indexer 'learned' and a layer in index_source_layer_ids"
             )
-        self.text_config = config
+        self.text_config = copy.deepcopy(config)
         self.backend = backend
         self.optimizer_config = optimizer
         self.schedule_config = schedule
@@ -116,7 +117,7 @@ class DeepseekV41Task(L.LightningModule):
         # Plain values, so that a checkpoint opens with weights_only=True.
         self.save_hyperparameters(
             {
-                "config": config.fields(),
+                "config": self.text_config.fields(),
                 "backend": asdict(backend),
                 "optimizer": asdict(optimizer),
                 "schedule": asdict(schedule),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any, ClassVar
 
@@ -88,8 +89,10 @@ class DeepseekV41Config(PretrainedConfig):
         image_token_id: int = 129264,
         **kwargs: Any,
     ) -> None:
-        self.text_config = _group("text_config", text_config, DeepseekV41TextConfig) or DeepseekV41TextConfig()
-        vision = _group("vision_config", vision_config, DeepseekV41VisionConfig)
+        # Copies: what is edited later in the caller's objects has been checked by nobody.
+        text = copy.deepcopy(_group("text_config", text_config, DeepseekV41TextConfig))
+        vision = copy.deepcopy(_group("vision_config", vision_config, DeepseekV41VisionConfig))
+        self.text_config = text or DeepseekV41TextConfig()
         self.vision_config = vision or DeepseekV41VisionConfig(num_hidden_layers=0)
         self.image_token_id = image_token_id
         refuse_other_model(kwargs.pop("model_type", self.model_type), self.model_type)

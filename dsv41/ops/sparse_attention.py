@@ -288,7 +288,7 @@ def sparse_attention(
         sink: Logits [H], at least fp32.
         selection: int64 [B, S, K], distinct positions that have ended by the query, -1 where absent; or None.
         live: Bool [B, S]; padding is false, on the right only, and gets zeros.
-        window: Raw positions that a query sees, itself included, at least 1.
+        window: Raw positions that a query sees, itself included, at least 1; what exceeds S costs nothing.
         ratio: Tokens per compressed position; 0 without.
         with_mass: Also return what the selected positions are worth.
 
@@ -296,6 +296,7 @@ def sparse_attention(
         [B, S, H, D] in the dtype of `q`; arithmetic at least fp32. And with `with_mass` the attention's probability of
         each selected position, summed over heads, at least fp32 [B, S, K], zero where absent, without a gradient.
     """
+    window = min(window, q.shape[1])  # no query has more positions behind it, and views of more would be padding
     with full_precision(q):
         out: tuple[Tensor, Tensor | None] = _SparseAttention.apply(
             q, kv, compressed, sink, selection, live, window, ratio, with_mass

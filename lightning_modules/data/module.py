@@ -74,6 +74,7 @@ class TextDataModule(L.LightningDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
+        source = list(source) if isinstance(source, list) else source  # the caller may go on using the list
         check_source(source, max_documents)
         check_tokenizer_spec(tokenizer, vocab_size)
         for name, value, least in (

@@ -155,6 +155,24 @@ def test_nothing_grows_with_the_square_of_the_length(
     assert (sizes[1] >= 1024 * 1024) == square, sizes
 
 
+@pytest.mark.parametrize("ratio", [0, 2])
+@pytest.mark.parametrize("implementation", ["sparse", "eager", "sdpa"])
+def test_a_window_beyond_the_row_costs_what_the_row_costs(
+    implementation: str, ratio: int, largest_tensor: Callable[[], Any]
+) -> None:
+    """Counted forward and backward; the numbers are those of a window as long as the row, bit by bit."""
+    length, topk = 24, 3 if ratio else 0
+    results, sizes = [], []
+    for window in (length, length + 1, 5000, 10**6, 2**62):
+        with largest_tensor() as largest:
+            results.append(run(implementation, Case(2, length, 2, 8, window, topk, ratio), torch.float32))
+        sizes.append(largest.elements)
+    assert len(set(sizes)) == 1, sizes
+    for out, gradients in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, results[0][1], strict=True))
+
+
 def test_a_second_backward_is_refused() -> None:
     tensors, selection, live = CASES["ratio 2"].inputs(torch.float32)
     core = attention_core(3, 5, 2, "sparse")
