@@ -21,7 +21,7 @@ import torch
 from measure import median_seconds, peak_bytes, write_json
 from torch import Tensor
 
-from dsv41.attention import attention_core
+from dsv41.attention import AttentionCore
 from dsv41.ops import sparse_attention
 from dsv41.ops.selection import stable_topk
 
@@ -45,7 +45,7 @@ def step(implementation: str, alpha: int, length: int, options: argparse.Namespa
     """One forward and backward."""
     tensors, selection, live = inputs(length, options)
     leaves = [tensor.requires_grad_() for tensor in tensors]
-    core = attention_core(options.heads, options.window, options.ratio, implementation)
+    core = AttentionCore(options.heads, options.window, options.ratio, implementation)
 
     def run() -> None:
         sparse_attention.ALPHA = alpha

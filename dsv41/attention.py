@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsv41.backend import BackendConfig
@@ -28,11 +27,9 @@ from dsv41.config import DeepseekV41TextConfig
 from dsv41.indexer import build_indexer
 from dsv41.initialization import NamedDraws
 from dsv41.ops.norm import RMSNorm
-from dsv41.ops.precision import full_precision, widen
 from dsv41.ops.quantization import fake_quantize
 from dsv41.ops.rope import layer_frequencies, rotate, rotation_table
-from dsv41.ops.selection import membership
-from dsv41.ops.sparse_attention import sparse_attention
+from dsv41.ops.sparse_attention import IMPLEMENTATIONS
 from dsv41.schedule import layer_plan
 
 
@@ -58,67 +55,19 @@ class AttentionState(NamedTuple):
     indexer_loss: Tensor | None = None
 
 
-def window_mask(token_mask: Tensor, window: int) -> Tensor:
-    """Which raw positions a query sees: bool [B, S, S], the last `window` up to itself, live ones only."""
-    index = torch.arange(token_mask.shape[1], device=token_mask.device)
-    distance = index.unsqueeze(-1) - index
-    return ((distance >= 0) & (distance < window)) & token_mask.unsqueeze(1)
-
-
-def attention_weights(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
-    """Probabilities of keys [B, S, heads, L], at least fp32; arguments as in `eager_attention`."""
-    with full_precision(q):
-        logits = torch.einsum("bshd,bld->bshl", widen(q), widen(kv)) * q.shape[-1] ** -0.5
-        logits = logits.masked_fill(~mask.unsqueeze(2), float("-inf"))
-        column = sink.to(logits.dtype)[:, None].expand(*logits.shape[:2], -1, 1)
-        return torch.cat((logits, column), dim=-1).softmax(-1)[..., :-1]
-
-
-def eager_attention(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
-    """Reference attention with one sink logit per head in the denominator.
-
-    Args:
-        q: Queries [B, S, heads, D].
-        kv: Keys and values in one [B, L, D].
-        mask: Bool [B, S, L], true where attended. A row may be empty: its output is zero.
-        sink: [heads], at least fp32.
-
-    Returns:
-        [B, S, heads, D] in the dtype of `q`; arithmetic at least fp32.
-    """
-    with full_precision(q):
-        return torch.einsum("bshl,bld->bshd", attention_weights(q, kv, mask, sink), widen(kv)).to(q.dtype)
-
-
-def sdpa_attention(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
-    """`eager_attention` by torch's kernel: the sink becomes a zero key/value with the sink as its additive mask."""
-    batch, _, width = kv.shape
-    with full_precision(q):
-        wide_kv = torch.cat((widen(kv), widen(kv).new_zeros(batch, 1, width)), dim=1).unsqueeze(1)
-        bias = torch.zeros(mask.shape, dtype=wide_kv.dtype, device=kv.device).masked_fill(~mask, float("-inf"))
-        heads = q.shape[2]
-        column = sink.to(bias.dtype).view(1, heads, 1, 1).expand(batch, -1, q.shape[1], 1)
-        bias = torch.cat((bias.unsqueeze(1).expand(-1, heads, -1, -1), column), dim=-1)
-        keys = wide_kv.expand(-1, heads, -1, -1)
-        out = F.scaled_dot_product_attention(widen(q).transpose(1, 2), keys, keys, attn_mask=bias)
-    return out.transpose(1, 2).to(q.dtype)
-
-
-ATTENTION_CORES = {"eager": eager_attention, "sdpa": sdpa_attention}
-
-
 class AttentionCore(nn.Module):
-    """What attends, with its sinks. A module of its own, so that the sinks can stay fp32 where the rest does not.
+    """Attention over keys that are given, with its sinks. A separate module, so that sinks can stay fp32.
 
     Args:
         heads: Query heads.
-        window: Raw positions that a query sees; None is all up to its own.
+        window: Raw positions that a query sees; None is all up to the query.
         ratio: Tokens per compressed position; 0 without.
+        implementation: A key of `dsv41.ops.sparse_attention.IMPLEMENTATIONS` (`BackendConfig.attn`).
     """
 
-    def __init__(self, heads: int, window: int | None, ratio: int) -> None:
+    def __init__(self, heads: int, window: int | None, ratio: int, implementation: str) -> None:
         super().__init__()
-        self.window, self.ratio = window, ratio
+        self.window, self.ratio, self.implementation = window, ratio, implementation
         self.attn_sink = nn.Parameter(torch.zeros(heads))
 
     def init_weights(self, draws: NamedDraws) -> None:
@@ -142,78 +91,16 @@ class AttentionCore(nn.Module):
             compressed: Compressed keys/values [B, T, D], or None.
             selection: Selected positions int64 [B, S, K], -1 where absent, or None.
             token_mask: Bool [B, S]; padding is false, on the right only.
-            with_mass: Also return what the selected positions are worth; needs a selection.
+            with_mass: Also return the attention's mass on the selected positions; needs a selection.
 
         Returns:
             [B, S, heads, D] in the dtype of `q`, zero at padding. And with `with_mass` the attention's probability of
             each selected position, summed over heads, at least fp32 [B, S, K], zero at padding and where absent,
             without a gradient; else None.
         """
-        raise NotImplementedError
-
-
-class DenseCore(AttentionCore):
-    """All keys behind a mask, by one of `ATTENTION_CORES`; the reference."""
-
-    def __init__(self, heads: int, window: int | None, ratio: int, implementation: str) -> None:
-        super().__init__(heads, window, ratio)
-        self.attend = ATTENTION_CORES[implementation]
-
-    def forward(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        compressed: Tensor | None,
-        selection: Tensor | None,
-        token_mask: Tensor,
-        with_mass: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `AttentionCore.forward`."""
-        mask = window_mask(token_mask, self.window or q.shape[1])
-        if compressed is not None and selection is not None:
-            kv = torch.cat((kv, compressed), dim=1)
-            mask = torch.cat((mask, membership(selection, compressed.shape[1])), dim=-1)
-        mask = mask & token_mask.unsqueeze(-1)
-        out, mass = self.attend(q, kv, mask, self.attn_sink), None
-        if with_mass:
-            assert selection is not None
-            with torch.no_grad():
-                far = attention_weights(q, kv, mask, self.attn_sink)[..., q.shape[1] :].sum(2)
-                mass = far.gather(-1, selection.clamp_min(0)).masked_fill(selection < 0, 0.0)
-        return out, mass
-
-
-class SparseCore(AttentionCore):
-    """Only the keys that are attended: see `sparse_attention.py`."""
-
-    def forward(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        compressed: Tensor | None,
-        selection: Tensor | None,
-        token_mask: Tensor,
-        with_mass: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `AttentionCore.forward`."""
-        return sparse_attention(
-            q,
-            kv,
-            compressed,
-            self.attn_sink,
-            selection,
-            token_mask,
-            window=self.window or q.shape[1],
-            ratio=self.ratio,
-            with_mass=with_mass,
-        )
-
-
-def attention_core(heads: int, window: int | None, ratio: int, implementation: str) -> AttentionCore:
-    """The core that ``BackendConfig.attn`` names."""
-    if implementation == "sparse":
-        return SparseCore(heads, window, ratio)
-    return DenseCore(heads, window, ratio, implementation)
+        attend = IMPLEMENTATIONS[self.implementation]
+        window = self.window or q.shape[1]
+        return attend(q, kv, compressed, self.attn_sink, selection, token_mask, window, self.ratio, with_mass)
 
 
 class DeepseekV41Attention(nn.Module):
@@ -238,7 +125,7 @@ class DeepseekV41Attention(nn.Module):
         self.quantized = config.quantized_caches
         self.heads, self.width = config.num_attention_heads, config.head_dim
         self.groups, self.group_rank = config.o_groups, config.o_lora_rank
-        self.core = attention_core(self.heads, self._window(config), self.ratio, backend.attn)
+        self.core = AttentionCore(self.heads, self._window(config), self.ratio, backend.attn)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.wq_a = nn.Linear(hidden, config.q_lora_rank, bias=False)
         self.q_norm = RMSNorm(config.q_lora_rank, eps)

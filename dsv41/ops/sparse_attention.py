@@ -17,8 +17,9 @@ block, n visible compressed positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dsv41.ops.dense_attention import dense_attention
 from dsv41.ops.precision import full_precision, widen
 
 # At 512 channels, top-k 512 and 1024 positions, 0, 1, 2 and 4 take 3.1, 2.0, 0.89 and 0.86 s (benchmarks/attention.py).
@@ -302,3 +304,11 @@ def sparse_attention(
             q, kv, compressed, sink, selection, live, window, ratio, with_mass
         )
     return out
+
+
+# "sparse" reads the keys that are attended, "eager" and "sdpa" all of them behind a mask; the same function.
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "sparse": sparse_attention,
+    "eager": partial(dense_attention, masked="eager"),
+    "sdpa": partial(dense_attention, masked="sdpa"),
+}

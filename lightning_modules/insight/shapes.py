@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dsv41.attention import AttentionCore, window_mask
+from dsv41.attention import AttentionCore
 from dsv41.model import DeepseekV41ForCausalLM
+from dsv41.ops.dense_attention import window_mask
 from dsv41.ops.selection import membership, visible_positions
 from dsv41.schedule import LayerPlan, layer_plans
 from lightning_modules.insight.drawing import heat_map, new_axes

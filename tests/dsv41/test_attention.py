@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
-from dsv41.attention import ATTENTION_CORES, AttentionState, DeepseekV41Attention, window_mask
+from dsv41.attention import AttentionState, DeepseekV41Attention
+from dsv41.ops.dense_attention import MASKED_ATTENTION, window_mask
 from dsv41.ops.quantization import fake_quantize
 
 MakeConfig = Callable[..., DeepseekV41Config]
 MakeModel = Callable[..., DeepseekV41ForCausalLM]
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-CORES = sorted(ATTENTION_CORES)
+CORES = sorted(MASKED_ATTENTION)
 IMPLEMENTATIONS = [*CORES, "sparse"]
 
 
@@ -80,7 +81,7 @@ def core_inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor,
 def test_core_values_and_gradients_equal_a_loop(name: str, dtype: torch.dtype, tolerance: float, scale: float) -> None:
     inputs = core_inputs(dtype, scale)
     incoming = random(2, 5, 3, 4, seed=2)
-    ours = ATTENTION_CORES[name](*inputs[:2], mask_of(ATTENDED, 9), inputs[2])
+    ours = MASKED_ATTENTION[name](*inputs[:2], mask_of(ATTENDED, 9), inputs[2])
     assert ours.dtype == dtype
     gradients = torch.autograd.grad(ours, inputs, incoming.to(dtype))
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -99,7 +100,7 @@ def test_core_values_and_gradients_equal_a_loop(name: str, dtype: torch.dtype, t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_query_that_sees_nothing_gives_zero_and_finite_gradients(name: str, dtype: torch.dtype) -> None:
     inputs = core_inputs(dtype)
-    ours = ATTENTION_CORES[name](*inputs[:2], mask_of(ATTENDED, 9), inputs[2])
+    ours = MASKED_ATTENTION[name](*inputs[:2], mask_of(ATTENDED, 9), inputs[2])
     for b, row in enumerate(ATTENDED):
         for s, seen in enumerate(row):
             assert ours[b, s].any() == bool(seen)
@@ -115,7 +116,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_finite_gradients(name: str, dt
 @pytest.mark.parametrize("name", CORES)
 def test_a_batch_that_sees_nothing_at_all_gives_zero(name: str) -> None:
     inputs = core_inputs(torch.float32)
-    ours = ATTENTION_CORES[name](*inputs[:2], torch.zeros(2, 5, 9, dtype=torch.bool), inputs[2])
+    ours = MASKED_ATTENTION[name](*inputs[:2], torch.zeros(2, 5, 9, dtype=torch.bool), inputs[2])
     assert not ours.any()
     for gradient in torch.autograd.grad(ours.sum(), inputs):
         assert torch.equal(gradient, torch.zeros_like(gradient))
@@ -125,7 +126,7 @@ def test_a_batch_that_sees_nothing_at_all_gives_zero(name: str) -> None:
 def test_the_sink_competes_with_the_keys_as_a_logit_per_head(name: str) -> None:
     q, kv = random(1, 1, 3, 4, seed=3, dtype=torch.float64), random(1, 1, 4, seed=4, dtype=torch.float64)
     sink = torch.tensor([-40.0, 0.3, 40.0], dtype=torch.float64)
-    ours = ATTENTION_CORES[name](q, kv, torch.ones(1, 1, 1, dtype=torch.bool), sink)
+    ours = MASKED_ATTENTION[name](q, kv, torch.ones(1, 1, 1, dtype=torch.bool), sink)
     for h in range(3):
         logit = float(q[0, 0, h] @ kv[0, 0]) / 2
         share = 1 / (1 + math.exp(float(sink[h]) - logit))
@@ -139,7 +140,7 @@ def test_bf16_inputs_are_attended_in_fp32_and_cast_once(name: str) -> None:
     kv = (random(2, 9, 32, seed=6) * 2).bfloat16().requires_grad_()
     sink = torch.tensor([0.71, -2.03, 1.5003], requires_grad=True)
     incoming = random(2, 5, 3, 32, seed=7).bfloat16()
-    ours = ATTENTION_CORES[name](q, kv, mask_of(ATTENDED, 9), sink)
+    ours = MASKED_ATTENTION[name](q, kv, mask_of(ATTENDED, 9), sink)
     assert ours.dtype == torch.bfloat16
     gradients = torch.autograd.grad(ours, (q, kv, sink), incoming)
     assert [gradient.dtype for gradient in gradients] == [torch.bfloat16, torch.bfloat16, torch.float32]
@@ -154,7 +155,7 @@ def test_bf16_inputs_are_attended_in_fp32_and_cast_once(name: str) -> None:
 @pytest.mark.parametrize("name", CORES)
 def test_autocast_has_no_say_in_the_core(name: str) -> None:
     q, kv, sink = (tensor.detach() for tensor in core_inputs(torch.float32))
-    core, mask = ATTENTION_CORES[name], mask_of(ATTENDED, 9)
+    core, mask = MASKED_ATTENTION[name], mask_of(ATTENDED, 9)
     with torch.autocast("cpu", torch.bfloat16):
         inside = core(q, kv, mask, sink)
     assert torch.equal(inside, core(q, kv, mask, sink))

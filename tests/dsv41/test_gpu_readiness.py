@@ -54,8 +54,8 @@ def test_a_step_in_bf16_asks_for_no_value(
     model = tiny_model(BackendConfig(attn=attn, strict_validation=False, gradient_checkpointing=recompute))
     model.cast_parameters(torch.bfloat16)
     grouped = []
-    products = expert_module.EXPERT_PRODUCTS["grouped"]
-    monkeypatch.setitem(expert_module.EXPERT_PRODUCTS, "grouped", lambda *a: (grouped.append(1), products(*a))[1])
+    products = expert_module.IMPLEMENTATIONS["grouped"]
+    monkeypatch.setitem(expert_module.IMPLEMENTATIONS, "grouped", lambda *a: (grouped.append(1), products(*a))[1])
     loss = step(model, fake_gpu)
     assert isinstance(loss, FakeTensor)
     assert loss.dtype == torch.float32

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dsv41 import BackendConfig, DeepseekV41Config
-from dsv41.attention import AttentionCore, attention_core
+from dsv41.attention import AttentionCore
 from dsv41.config import IGNORE_INDEX
 from dsv41.ops.selection import stable_topk, visible_positions
 from lightning_modules.callbacks import IndexerRecall
@@ -62,7 +62,7 @@ def test_the_recall_equals_a_loop_over_queries(implementation: str, ratio: int) 
     length, window, topk = 21, 3, 4
     positions = length // ratio
     generator = torch.Generator().manual_seed(ratio)
-    core = attention_core(2, window, ratio, implementation).double()
+    core = AttentionCore(2, window, ratio, implementation).double()
     with torch.no_grad():
         core.attn_sink.copy_(torch.tensor([0.5, -1.0]))
     q, kv, compressed = (
@@ -84,7 +84,7 @@ def test_the_recall_equals_a_loop_over_queries(implementation: str, ratio: int) 
 
 
 def test_a_selection_of_everything_or_of_nothing_is_no_choice() -> None:
-    core = attention_core(2, 3, 4, "sparse")
+    core = AttentionCore(2, 3, 4, "sparse")
     for length in (12, 3):
         count = length // 4
         q, kv, compressed = (torch.randn(shape) for shape in ((1, length, 2, 6), (1, length, 6), (1, count, 6)))

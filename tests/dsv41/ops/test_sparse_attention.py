@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv41.attention import AttentionCore, attention_core
+from dsv41.attention import AttentionCore
 from dsv41.ops import sparse_attention
 from dsv41.ops.selection import stable_topk
 
@@ -64,7 +64,7 @@ def run(implementation: str, case: Case, dtype: torch.dtype) -> tuple[Tensor, li
     """Output and all gradients of a loss that tells positions apart."""
     tensors, selection, live = case.inputs(dtype)
     leaves = [tensor.requires_grad_() for tensor in tensors]
-    core: AttentionCore = attention_core(case.heads, case.window, case.ratio, implementation)
+    core: AttentionCore = AttentionCore(case.heads, case.window, case.ratio, implementation)
     core.to(torch.float64 if dtype == torch.float64 else torch.float32)
     core.attn_sink.data.copy_(torch.linspace(-1, 2, case.heads))
     out, _ = core(leaves[0], leaves[1], leaves[2] if case.ratio else None, selection, live)
@@ -110,7 +110,7 @@ def test_the_mass_of_the_selection_equals_a_loop_over_its_softmax(
     case = CASES[name]
     (q, kv, compressed), selection, live = case.inputs(torch.float64)
     assert selection is not None
-    core = attention_core(case.heads, case.window, case.ratio, implementation).double()
+    core = AttentionCore(case.heads, case.window, case.ratio, implementation).double()
     core.attn_sink.data.copy_(torch.linspace(-1, 2, case.heads))
     out, mass = core(q.requires_grad_(), kv, compressed, selection, live, with_mass=True)
     assert mass is not None
@@ -146,7 +146,7 @@ def test_nothing_grows_with_the_square_of_the_length(
     for length in (512, 1024):
         case = Case(1, length, 2, 8, window=8, topk=8, ratio=1)
         tensors, selection, live = case.inputs(torch.float32)
-        core = attention_core(case.heads, case.window, case.ratio, implementation)
+        core = AttentionCore(case.heads, case.window, case.ratio, implementation)
         q, kv, compressed = (tensor.requires_grad_() for tensor in tensors)
         with largest_tensor() as largest:
             core(q, kv, compressed, selection, live)[0].sum().backward()
@@ -175,7 +175,7 @@ def test_a_window_beyond_the_row_costs_what_the_row_costs(
 
 def test_a_second_backward_is_refused() -> None:
     tensors, selection, live = CASES["ratio 2"].inputs(torch.float32)
-    core = attention_core(3, 5, 2, "sparse")
+    core = AttentionCore(3, 5, 2, "sparse")
     q = tensors[0].requires_grad_()
     (gradient,) = torch.autograd.grad(core(q, *tensors[1:], selection, live)[0].square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
