@@ -39,6 +39,7 @@ from dsv41.agreement import together
 from dsv41.files import begin_folder, discard, publish_folder, write_failures_explained
 from dsv41.sharding import copy_rows_
 from lightning_modules import sharded_checkpoint
+from lightning_modules.even_loaders import even_loader
 from lightning_modules.optimizer_state import (
     named_state,
     numbered_state,
@@ -183,6 +184,22 @@ class EngramFSDPStrategy(ModelParallelStrategy):
                 continue
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.root_device))
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """A loader with as many batches on every rank.
+
+        Raises:
+            ValueError: Ranks have different numbers, which the message gives; here, or at the first batch that only
+                some ranks have. On all ranks.
+        """
+        if self.world_size == 1 or self.lightning_module is None:
+            return dataloader
+        trainer = self.lightning_module.trainer
+        assert trainer.state.stage is not None
+        kind = trainer.state.stage.dataloader_prefix
+        return even_loader(
+            dataloader, getattr(trainer, f"limit_{kind}_batches"), f"{kind}_dataloader", self.root_device
+        )
 
     # ------------------------------------------------------------------ training
 
