@@ -46,6 +46,7 @@ from lightning_modules.optim.state import (
     require_same_groups,
     sharded_state,
 )
+from lightning_modules.parallel.even_loaders import even_loader
 from lightning_modules.parallel.fsdp import MixedPrecision, ParallelOptions, parallelize, reshard
 
 T = TypeVar("T")
@@ -182,6 +183,22 @@ class EngramFSDPStrategy(ModelParallelStrategy):
                 continue
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.root_device))
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """A loader with as many batches on every rank.
+
+        Raises:
+            ValueError: Ranks have different numbers, which the message gives; here, or at the first batch that only
+                some ranks have. On all ranks.
+        """
+        if self.world_size == 1 or self.lightning_module is None:
+            return dataloader
+        trainer = self.lightning_module.trainer
+        assert trainer.state.stage is not None
+        kind = trainer.state.stage.dataloader_prefix
+        return even_loader(
+            dataloader, getattr(trainer, f"limit_{kind}_batches"), f"{kind}_dataloader", self.root_device
+        )
 
     # ------------------------------------------------------------------ training
 

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from dsv41.files import discard, leftovers, plain_name, settle, whole_names
+from lightning_modules.callbacks.step_numbers import forget_logged_step, log_step_now
 
 BEST_NAME = "best"
 _STEP_FILE = re.compile(r"^step-(\d+)\.ckpt$")
@@ -24,7 +25,7 @@ class LatestCheckpoint(ModelCheckpoint):
     one is complete, so a kill at any time leaves one to resume from; what a killed save has left goes when the run that
     writes there is continued. Nothing is saved inside a gradient accumulation: the gradients of its first part are in
     no checkpoint. Where a validation is due after the same step, the file is written when it is done, so that a resumed
-    run does not skip it.
+    run does not skip it. Loggers get a step's numbers before its checkpoint gets its name.
 
     Args:
         every_n_steps: Optimizer steps between saves, at least 1.
@@ -56,6 +57,11 @@ class LatestCheckpoint(ModelCheckpoint):
             if left:
                 rank_zero_info(f"removed what unfinished saves had left in {folder}: {', '.join(left)}")
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin with no step half logged."""
+        forget_logged_step(trainer)
+        super().on_train_start(trainer, pl_module)
+
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Save if this batch ended an optimizer step at which a save is due."""
         if trainer.fit_loop._should_accumulate():
@@ -65,6 +71,7 @@ class LatestCheckpoint(ModelCheckpoint):
         if _validation_follows(trainer):
             self._due_after_validation = True
         else:
+            log_step_now(trainer)
             self._save_once(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

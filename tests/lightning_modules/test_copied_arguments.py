@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_modules.schedule import ScheduleConfig
 from tokenizers import Tokenizer
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
@@ -17,6 +16,7 @@ from dsv41.config import TEXT_FIELDS
 from dsv41.model import DeepseekV41Model
 from lightning_modules.data import TextDataModule
 from lightning_modules.optim import OptimizerConfig
+from lightning_modules.optim.schedule import ScheduleConfig
 from lightning_modules.task import DeepseekV41Task, IndexerConfig
 
 Configs = Callable[..., DeepseekV41Config]
