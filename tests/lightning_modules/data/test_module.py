@@ -12,7 +12,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from dsv41.files import default_cache_dir, written_whole
-from lightning_modules.data import TextDataModule, prepared, token_store, tokenization
+from lightning_modules.data import TextDataModule, module, token_store, tokenization
 
 # Lightning 2.6 uses a name that torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
@@ -50,7 +50,7 @@ def test_nothing_is_read_before_it_is_needed(make_data: Make, monkeypatch: pytes
     def refuse(*_: object) -> None:
         raise AssertionError("read")
 
-    monkeypatch.setattr(prepared, "iterate_documents", refuse)
+    monkeypatch.setattr(module, "iterate_documents", refuse)
     data = make_data()
     assert not data.cache_dir.exists()
     with pytest.raises(AssertionError, match="read"):
@@ -107,20 +107,20 @@ def test_second_run_uses_the_caches_also_for_other_rows(make_data: Make, monkeyp
 
 def test_bpe_sees_the_training_documents_only(make_data: Make, tmp_path: Path) -> None:
     data = make_data()
-    held_out = [document.name for document in data._text.splits["val"].documents]
+    held_out = [document.name for document in data.splits["val"].documents]
     fingerprint = data.tokenizer_fingerprint()
     file = Path(str(data.source), held_out[0])
     file.write_text(file.read_text() + "zzzz qqqq " * 50)
     changed = make_data()
     assert changed.tokenizer_fingerprint() == fingerprint
-    assert changed._text.splits["val"].digest != data._text.splits["val"].digest
+    assert changed.splits["val"].digest != data.splits["val"].digest
 
 
 def test_numbers_about_the_corpus(make_data: Make, corpus_dir: Path) -> None:
     data = make_data()
     size = sum(file.stat().st_size for file in corpus_dir.rglob("*.txt"))
     lengths = data.token_byte_lengths()
-    stores = data._text.stores
+    stores = data.stores
     assert sum(int(lengths[store.tokens.astype("int64")].sum()) for store in stores.values()) == size
     assert sum(store.documents for store in stores.values()) == 40
     for name, store in stores.items():
@@ -133,7 +133,7 @@ def test_numbers_about_the_corpus(make_data: Make, corpus_dir: Path) -> None:
     assert data.unigram_entropy() == pytest.approx(nats)
     bits_per_byte = nats * len(labels) / math.log(2) / int(lengths[labels].sum())
     assert data.unigram_bits_per_byte("val") == pytest.approx(bits_per_byte)
-    with pytest.raises(ValueError, match="no text is predicted in the val split, which has 0 tokens"):
+    with pytest.raises(ValueError, match="val split: no text is predicted in 0 tokens"):
         make_data(val_fraction=0.0).unigram_entropy("val")
 
 
@@ -183,7 +183,7 @@ def test_single_file(tmp_path: Path, make_data: Make) -> None:
     data = make_data(source=str(file))
     data.setup("fit")
     data.setup("test")
-    assert [store.documents for store in data._text.stores.values()] == [1, 1, 1]
+    assert [store.documents for store in data.stores.values()] == [1, 1, 1]
 
 
 def test_settings_show_in_the_command_line_help() -> None:

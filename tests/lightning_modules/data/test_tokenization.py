@@ -11,8 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.data import tokenization
 from lightning_modules.data.corpus import Document
-from lightning_modules.data.token_bytes import token_byte_lengths
-from lightning_modules.data.tokenization import SPECIAL_TOKENS, load_tokenizer, tokenizer_fingerprint
+from lightning_modules.data.tokenization import (
+    SPECIAL_TOKENS,
+    load_tokenizer,
+    token_byte_lengths,
+    tokenizer_fingerprint,
+)
 
 DOCUMENTS = [Document(f"doc {number}", f"some words and number {number} " * 20) for number in range(10)]
 ODD_TEXT = "tabs\t\r\n  spaces  " + "".join(map(chr, range(256))) + "héllo 漢字 🙂👩‍👩‍👧 \u202e \ufffd \U0010ffff end "
