@@ -85,7 +85,7 @@ class LeftOut:
                 f"{self.empty_records:,} of {self.records:,} records ({share:.1%}), which are null or empty"
                 f" (as {self.examples['record']})"
             )
-        return f"data.source: left out {'; and '.join(parts)}" if parts else ""
+        return f"left out {'; and '.join(parts)}" if parts else ""
 
 
 def check_source(source: str | Sequence[str], max_documents: int | None) -> list[str]:
@@ -105,25 +105,27 @@ def check_source(source: str | Sequence[str], max_documents: int | None) -> list
     """
     sources = [source] if isinstance(source, str) else source
     if not isinstance(sources, list | tuple) or not all(isinstance(one, str) for one in sources):
-        raise ValueError(f"source must be text or a list of texts, got {source!r}: {SOURCE_HELP}")
+        raise ValueError(f"data.source: must be text or a list of texts, got {source!r}: {SOURCE_HELP}")
     sources = list(sources)
     if not sources or "" in sources:
-        raise ValueError(f"source is empty; it must be {SOURCE_HELP}")
+        raise ValueError(f"data.source: is empty; it must be {SOURCE_HELP}")
     if max_documents is not None and max_documents < 1:
-        raise ValueError(f"max_documents must be at least 1 or null, got {max_documents}")
+        raise ValueError(f"data.max_documents: must be at least 1 or null, got {max_documents}")
     for one in sources:
         if one.startswith("hf:"):
             if not one.removeprefix("hf:").split(":")[0]:
-                raise ValueError(f"source {one!r} names no dataset; write hf:NAME or hf:NAME:CONFIG")
+                raise ValueError(f"data.source: {one!r} names no dataset; write hf:NAME or hf:NAME:CONFIG")
             if max_documents is None:
-                raise ValueError(f"max_documents must be set for source {one!r}, because such a dataset may be endless")
+                raise ValueError(
+                    f"data.max_documents: must be set for source {one!r}, because such a dataset may be endless"
+                )
         elif one != "stdlib":
             try:
                 there = Path(one).expanduser().exists()
             except (OSError, RuntimeError) as error:  # A name that is too long, a home directory that is not known.
-                raise ValueError(f"source {one!r} cannot be looked up: {error}") from error
+                raise ValueError(f"data.source: {one!r} cannot be looked up: {error}") from error
             if not there:
-                raise FileNotFoundError(f"source {one!r} is not a file or folder here; source must be {SOURCE_HELP}")
+                raise FileNotFoundError(f"data.source: {one!r} is not a file or folder here; it must be {SOURCE_HELP}")
     return sources
 
 
@@ -163,7 +165,7 @@ def iterate_documents(
         found = True
         yield document
     if not found:
-        raise ValueError(f"source {source!r} holds no text; {counts.summary() or f'source must be {SOURCE_HELP}'}")
+        raise ValueError(f"data.source: {source!r} holds no text; {counts.summary() or f'it must be {SOURCE_HELP}'}")
 
 
 def _documents(source: str, text_field: str, left_out: LeftOut) -> Iterator[Document]:

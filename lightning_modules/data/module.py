@@ -118,7 +118,7 @@ class TextDataModule(L.LightningDataModule):
         documents = iterate_documents(self.source, self.text_field, self.max_documents, self.left_out)
         splits = split_documents(documents, self.val_fraction, self.test_fraction)
         if summary := self.left_out.summary():
-            rank_zero_info(summary)
+            rank_zero_info(f"data.source: {summary}")
         return splits
 
     @cached_property

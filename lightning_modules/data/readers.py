@@ -71,7 +71,8 @@ def opened(file: Path) -> Iterator[io.BufferedReader]:
     except damage as error:
         raise ValueError(f"{shown(file)} cannot be decompressed, it is damaged or cut: {first_line(error)}") from error
     except OSError as error:
-        raise OSError(error.errno, f"{shown(file)} could not be read: {error.strerror or error}") from error
+        text = f"{shown(file)} could not be read: {error.strerror or error}"
+        raise type(error)(text) from error  # Of the same type, since a folder leaves out what it may not read.
 
 
 def _zstd(file: Path) -> Any:
@@ -267,7 +268,7 @@ def hugging_face_documents(name: str, config: str | None, text_field: str) -> It
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ImportError(f"source hf:{name} needs datasets: pip install -e '.[hf]'") from error
+        raise ImportError(f"data.source: hf:{name} needs datasets: pip install -e '.[hf]'") from error
     # Only the last part, so that a local folder gives the same names wherever it lies.
     short = Path(name).name
     number = 0
@@ -275,15 +276,15 @@ def hugging_face_documents(name: str, config: str | None, text_field: str) -> It
     try:
         records = iter(load_dataset(name, config, split="train", streaming=True))
     except Exception as error:
-        raise ValueError(f"source hf:{name} cannot be opened: {first_line(error)}") from error
+        raise ValueError(f"data.source: hf:{name} cannot be opened: {first_line(error)}") from error
     while True:
         try:
             record = next(records, None)
         except Exception as error:
-            raise ValueError(f"source hf:{name}, row {number}: cannot be read: {first_line(error)}") from error
+            raise ValueError(f"data.source: hf:{name}, row {number}: cannot be read: {first_line(error)}") from error
         if record is None:
             return
-        yield f"{short}#{number}", _text_of(record, text_field, f"hf:{name}, row {number}")
+        yield f"{short}#{number}", _text_of(record, text_field, f"data.source: hf:{name}, row {number}")
         number += 1
 
 

@@ -34,27 +34,27 @@ def check_settings(source: str | Sequence[str], tokenizer: str, text_field: str,
     """
     for name, text in (("tokenizer", tokenizer), ("text_field", text_field)):
         if not isinstance(text, str):
-            raise ValueError(f"{name} must be text, got {text!r}")
+            raise ValueError(f"data.{name}: must be text, got {text!r}")
     for name, (least, most) in RANGES.items():
         value = numbers[name]
         if name == "max_documents" and value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{name} must be a whole number, from {least} to {most}, got {value!r}")
+            raise ValueError(f"data.{name}: must be a whole number, from {least} to {most}, got {value!r}")
         if not least <= value <= most:
             bound = f"at least {least}" if value < least else f"at most {most}"
-            raise ValueError(f"{name} must be {bound}, got {value}")
+            raise ValueError(f"data.{name}: must be {bound}, got {value}")
     fractions = [numbers["val_fraction"], numbers["test_fraction"]]
     for name, fraction in zip(("val_fraction", "test_fraction"), fractions, strict=True):
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
-            raise ValueError(f"{name} must be from 0 to below 1, got {fraction!r}")
+            raise ValueError(f"data.{name}: must be from 0 to below 1, got {fraction!r}")
     if sum(fractions) >= 1:
         raise ValueError(
-            f"val_fraction + test_fraction must be below 1, got {fractions[0]} + {fractions[1]}: nothing is left to"
+            f"data.val_fraction + data.test_fraction: must be below 1, got {fractions[0]} + {fractions[1]}: nothing is left to"
             " train on"
         )
     if not text_field:
-        raise ValueError("text_field must be the name of a field, got an empty text")
+        raise ValueError("data.text_field: must be the name of a field, got an empty text")
     check_source(source, numbers["max_documents"])
     check_tokenizer_spec(tokenizer, numbers["vocab_size"])
 
@@ -72,7 +72,7 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
         ValueError: If it is empty, or lies in a home directory that is not known.
     """
     if cache_dir is not None and (not isinstance(cache_dir, str | Path) or not str(cache_dir)):
-        raise ValueError(f"cache_dir must be the path of a folder or null, got {cache_dir!r}")
+        raise ValueError(f"data.cache_dir: must be the path of a folder or null, got {cache_dir!r}")
     try:
         return default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
     except RuntimeError as error:

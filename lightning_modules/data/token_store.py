@@ -171,7 +171,7 @@ class _Encoder:
             inner = ids[1:-1]
             if inner.size and (inner.max() >= len(self.lengths) or np.isin(inner, self.special).any()):
                 raise ValueError(
-                    f"the tokenizer gives document {document.name!r} an id of {len(self.lengths)} or more, or one"
+                    f"data.tokenizer: gives document {document.name!r} an id of {len(self.lengths)} or more, or one"
                     f" of the special ids {self.special}, which no text may have"
                 )
             self._count(document, inner)

