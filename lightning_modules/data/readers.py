@@ -169,7 +169,7 @@ def json_lines_texts(file: Path, text_field: str) -> Iterator[tuple[int, str]]:
             try:
                 line = next(lines, None)
             except UnicodeDecodeError as error:
-                raise ValueError(f"{shown(file)}:{number + 1}: not {encoding.upper()} text: {error}") from error
+                raise ValueError(f"{shown(file)}, after line {number}: not {encoding.upper()} text: {error}") from error
             if line is None:
                 return
             number += 1

@@ -50,8 +50,8 @@ def check_settings(source: str | Sequence[str], tokenizer: str, text_field: str,
             raise ValueError(f"data.{name}: must be from 0 to below 1, got {fraction!r}")
     if sum(fractions) >= 1:
         raise ValueError(
-            f"data.val_fraction + data.test_fraction: must be below 1, got {fractions[0]} + {fractions[1]}: nothing is left"
-            " to train on"
+            f"data.val_fraction + data.test_fraction: must be below 1, got {fractions[0]} + {fractions[1]}: nothing is"
+            " left to train on"
         )
     if not text_field:
         raise ValueError("data.text_field: must be the name of a field, got an empty text")

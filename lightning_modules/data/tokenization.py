@@ -91,7 +91,7 @@ def check_tokenizer_spec(spec: str, vocab_size: int) -> None:
     if spec == "bpe":
         if not LEAST_VOCAB_SIZE <= vocab_size <= MOST_VOCAB_SIZE:
             raise ValueError(
-                f"data.vocab_size: must be at least {LEAST_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)"
+                f"data.vocab_size: must be at least {LEAST_VOCAB_SIZE} (all bytes, {len(SPECIAL_TOKENS)} special)"
                 f" and at most {MOST_VOCAB_SIZE}, got {vocab_size}"
             )
     elif spec != "deepseek":
@@ -102,7 +102,8 @@ def check_tokenizer_spec(spec: str, vocab_size: int) -> None:
             raise ValueError(f"data.tokenizer: {spec!r} cannot be looked up: {error}") from error
         if not there:
             raise FileNotFoundError(
-                f'data.tokenizer: must be "bpe", "deepseek", a tokenizer.json or a folder with one; found none at {spec!r}'
+                'data.tokenizer: must be "bpe", "deepseek", a tokenizer.json or a folder with one;'
+                f" found none at {spec!r}"
             )
 
 
@@ -149,8 +150,8 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     for token, number in backend.get_vocab(with_added_tokens=True).items():
         if number >= len(lengths):
             raise ValueError(
-                f"the tokenizer has a gap in its ids: token {token!r} has id {number}, and with {len(lengths)} tokens the"
-                f" ids must be 0 to {len(lengths) - 1}"
+                f"the tokenizer has a gap in its ids: token {token!r} has id {number}, and with {len(lengths)} tokens"
+                f" the ids must be 0 to {len(lengths) - 1}"
             )
         if number in without_text:
             continue

@@ -109,13 +109,13 @@ def test_missing_package_is_named_with_its_extra(
 def test_bad_sources(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r'data.source: .*nowhere.* it must be "stdlib"'):
         check_source(str(tmp_path / "nowhere"), None)
-    with pytest.raises(ValueError, match="data.source: is empty"):
+    with pytest.raises(ValueError, match="source: is empty"):
         check_source([], None)
-    with pytest.raises(ValueError, match="data.max_documents: must be set for source 'hf:some/set'"):
+    with pytest.raises(ValueError, match="max_documents: must be set for source 'hf:some/set'"):
         check_source(["stdlib", "hf:some/set"], None)
     with pytest.raises(ValueError, match="names no dataset"):
         check_source("hf:", 3)
-    with pytest.raises(ValueError, match="data.max_documents: must be at least 1"):
+    with pytest.raises(ValueError, match="max_documents: must be at least 1"):
         check_source("stdlib", 0)
     with pytest.raises(ValueError, match="holds no text"):
         list(iterate_documents(str(tmp_path)))

@@ -141,7 +141,7 @@ def test_fingerprint_tells_tokenizers_of_equal_size_apart_but_not_uses(
 
 
 def test_bad_requests(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data.vocab_size: must be at least 259"):
+    with pytest.raises(ValueError, match="vocab_size: must be at least 259"):
         load_tokenizer("bpe", DOCUMENTS, 258, tmp_path)
     with pytest.raises(ValueError, match="no training documents"):
         load_tokenizer("bpe", [], 280, tmp_path)
