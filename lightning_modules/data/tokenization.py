@@ -255,9 +255,9 @@ def _in_thread(work: Callable[[], None], stopped: threading.Event) -> None:
         except BaseException as error:
             failures.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    thread = threading.Thread(target=run, name="tokenizer training", daemon=True)
     try:
+        thread.start()
         while thread.is_alive():
             thread.join(0.1)
     except BaseException:

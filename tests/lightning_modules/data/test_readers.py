@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
-from backports import zstd
 from pyarrow import parquet
 
 from lightning_modules.data import readers
 from lightning_modules.data.corpus import Document, LeftOut, iterate_documents
 from lightning_modules.data.splits import split_documents
+
+zstd = readers._zstd(Path("tests"))  # From the standard library or from the package, by the version of Python.
 
 RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
