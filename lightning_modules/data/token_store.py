@@ -38,12 +38,21 @@ class TokenStore:
         tokens_file: The tokens, raw.
         starts_file: int64 ``[documents + 1]`` in NumPy's format: where each document starts, and where the last ends.
         dtype: Type of the tokens in their file.
+
+    Raises:
+        ValueError: If a file is damaged. The message names it.
     """
 
     def __init__(self, tokens_file: Path, starts_file: Path, dtype: np.dtype[Any]) -> None:
         self.tokens_file = tokens_file
         self.dtype = dtype
-        self.starts: np.ndarray = np.load(starts_file)
+        try:
+            self.starts: np.ndarray = np.load(starts_file)
+            damaged = self.starts.dtype != np.int64 or self.starts.ndim != 1 or not len(self.starts)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{starts_file} is damaged: {first_line(error)}; remove it, to make it anew") from error
+        if damaged:
+            raise ValueError(f"{starts_file} does not hold the starts of documents; remove it, to make it anew")
         stored = tokens_file.stat().st_size
         if stored != len(self) * dtype.itemsize:
             raise ValueError(

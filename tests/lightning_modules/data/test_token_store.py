@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -126,6 +127,20 @@ def test_text_that_cannot_be_encoded_is_named(make_data: Make, tmp_path: Path) -
     Tokenizer(models.WordLevel({**SPECIAL_IDS, "a": 3}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"^data\.tokenizer: cannot encode one of the train documents 'part0/"):
         make_data(tokenizer=str(tmp_path / "tokenizer.json")).prepare_data()
+
+
+@pytest.mark.parametrize("content", [b"", b"no array", None, np.array([0.5]), np.array([], np.int64), np.array(3)])
+def test_damaged_cache_is_named(make_data: Make, content: bytes | np.ndarray | None) -> None:
+    data = make_data()
+    data.prepare_data()
+    for file in data.cache_dir.glob("tokens/*.starts.npy"):
+        if isinstance(content, np.ndarray):
+            np.save(file, content)
+        else:
+            file.write_bytes(file.read_bytes()[:-4] if content is None else content)
+    with pytest.raises(ValueError, match=r"/tokens/\w+\.starts\.npy .*; remove it, to make it anew$") as caught:
+        make_data().prepare_data()
+    assert "\n" not in str(caught.value)
 
 
 def test_full_disk_names_file_and_room(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
