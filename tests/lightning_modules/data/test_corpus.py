@@ -4,6 +4,7 @@ import gzip
 import json
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -43,8 +44,15 @@ def test_stdlib_is_sorted_source_without_tests() -> None:
     assert {"argparse.py", "json/decoder.py"} <= set(names)
     parts = {part for name in names for part in name.split("/")}
     assert not parts & {"test", "tests", "idle_test", "site-packages", "turtledemo", "__pycache__"}
-    argparse = dict(documents)["argparse.py"]
-    assert argparse.encode() == Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_bytes()
+    root = Path(sysconfig.get_paths()["stdlib"])
+    expected = {}
+    for file in root.rglob("*.py"):
+        name = file.relative_to(root).as_posix()
+        left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "turtledemo", "__pycache__"}
+        if not left_out & set(name.split("/")) and not any(part.startswith(".") for part in name.split("/")):
+            with suppress(UnicodeDecodeError):
+                expected[name] = file.read_bytes().decode()
+    assert dict(documents) == {name: text for name, text in expected.items() if text}
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
