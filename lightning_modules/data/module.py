@@ -189,15 +189,15 @@ class TextDataModule(L.LightningDataModule):
         left_out = f" ({summary})" if (summary := self.left_out.summary()) else ""
         if split == "train" and tokens < self.sequence_length:
             raise ValueError(
-                f"the train split has {tokens} tokens, less than one row of sequence_length = {self.sequence_length}"
-                f" (documents: {counts}); give more text in source, or lower sequence_length, val_fraction or"
+                f"data.source: the train split has {tokens} tokens, less than one row of sequence_length ="
+                f" {self.sequence_length} (documents: {counts}); give more text in source, or lower sequence_length, val_fraction or"
                 f" test_fraction{left_out}"
             )
         if tokens == 0:
             without = ", or set val_fraction to 0 to train without validation" if split == "val" else ""
             raise ValueError(
-                f"the {split} split is empty (documents: {counts}); raise {split}_fraction or give more documents"
-                f"{without}{left_out}"
+                f"data.{split}_fraction: the {split} split is empty (documents: {counts}); raise {split}_fraction or give"
+                f" more documents{without}{left_out}"
             )
 
     def dataset(self, split: str) -> RowDataset:
