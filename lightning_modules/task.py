@@ -27,7 +27,8 @@ from dsv41.moe import imbalance, move_biases_
 from dsv41.ops.cross_entropy import next_tokens
 from dsv41.schedule import layer_plans
 from lightning_modules.checkpoint import rule as checkpoint_rule
-from lightning_modules.data.token_bytes import token_byte_lengths
+from lightning_modules.data import TextDataModule
+from lightning_modules.data.tokenization import token_byte_lengths
 from lightning_modules.optim.groups import OptimizerConfig, build_optimizer, group_settings
 from lightning_modules.optim.schedule import ScheduleConfig, build_schedule
 from lightning_modules.optim.state import parameters_by_name
@@ -362,7 +363,11 @@ class DeepseekV41Task(L.LightningModule):
         self.metrics.update(nats, tokens, byte_count)
 
     def _log_metrics(self, stage: str) -> None:
-        for name, value in self.metrics.compute().items():
+        values = self.metrics.compute()
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, TextDataModule):  # A tokenizer may lose text: what is reported is per byte of the text.
+            values["bits_per_byte"] = values["bits_per_byte"] / data.text_bytes_per_token_byte(stage)
+        for name, value in values.items():
             # The metric has added up over ranks, so all have the same number; the maximum keeps it as it is.
             self.log(f"{stage}/{name}", value, prog_bar=name == "loss", sync_dist=True, reduce_fx="max")
         self.metrics.reset()

@@ -1,18 +1,18 @@
 """The data module: text of any source as batches of token rows."""
 
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from dsv41.files import default_cache_dir
-from lightning_modules.data.corpus import check_source
-from lightning_modules.data.prepared import PreparedText
-from lightning_modules.data.rows import RowDataset
+from lightning_modules.data.corpus import LeftOut, iterate_documents
+from lightning_modules.data.rows import RowDataset, unigram
 from lightning_modules.data.sampler import (
     OrderedBatchSampler,
     Position,
@@ -21,7 +21,10 @@ from lightning_modules.data.sampler import (
     SharedLoader,
     trainer_position,
 )
-from lightning_modules.data.tokenization import check_tokenizer_spec
+from lightning_modules.data.settings import cache_folder, check_settings
+from lightning_modules.data.splits import SPLITS, Split, split_documents
+from lightning_modules.data.token_store import TokenStore, tokenized
+from lightning_modules.data.tokenization import load_tokenizer, token_byte_lengths, tokenizer_fingerprint
 
 
 class TextDataModule(L.LightningDataModule):
@@ -36,11 +39,11 @@ class TextDataModule(L.LightningDataModule):
 
     Args:
         source: Where the text comes from: "stdlib" (the sources of Python's standard library, always at hand), a file
-            or a folder of text files, .jsonl, .jsonl.gz or .parquet files, "hf:NAME" or "hf:NAME:CONFIG" (a Hugging
-            Face dataset, streamed), or a list of these.
+            or a folder of text, .jsonl, .ndjson or .parquet files, also compressed (.gz, .zst), "hf:NAME" or
+            "hf:NAME:CONFIG" (a Hugging Face dataset, streamed), or a list of these.
         tokenizer: "bpe" (byte-level BPE trained on the training documents), "deepseek" (the tokenizer of DeepSeek V4,
             129280 tokens), or the path of a tokenizer.json or of a folder with one.
-        vocab_size: Tokens of the trained tokenizer, at least 259. Without meaning for other tokenizers.
+        vocab_size: Tokens of the trained tokenizer, from 259 to 1048576. Without meaning for other tokenizers.
         sequence_length: Tokens in a row, at least 2.
         batch_size: Rows in a batch of all processes together, at least one for each, so that the same configuration
             trains on the same batches on any number of processes.
@@ -53,8 +56,11 @@ class TextDataModule(L.LightningDataModule):
         cache_dir: Folder for the trained tokenizer and the tokens. By default $DSV41_CACHE, or dsv41 in
             $XDG_CACHE_HOME, or ~/.cache/dsv41.
 
+    Attributes:
+        left_out: Counts of the files and records of the source that are not used, once the corpus has been read.
+
     Raises:
-        ValueError: If a value is out of its range.
+        ValueError: If a value is of another type or out of its range.
         FileNotFoundError: If there is no such source or tokenizer.
     """
 
@@ -74,28 +80,20 @@ class TextDataModule(L.LightningDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        source = list(source) if isinstance(source, list) else source  # the caller may go on using the list
-        check_source(source, max_documents)
-        check_tokenizer_spec(tokenizer, vocab_size)
-        for name, value, least in (
-            ("sequence_length", sequence_length, 2),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("seed", seed, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        for name, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            if not 0 <= fraction < 1:
-                raise ValueError(f"{name} must be from 0 to below 1, got {fraction}")
-        if val_fraction + test_fraction >= 1:
-            raise ValueError(
-                f"val_fraction + test_fraction must be below 1, got {val_fraction} + {test_fraction}: nothing is left"
-                " to train on"
-            )
-        if not text_field:
-            raise ValueError("text_field must be the name of a field, got an empty text")
-        self.source = source
+        check_settings(
+            source,
+            tokenizer,
+            text_field,
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            test_fraction=test_fraction,
+            max_documents=max_documents,
+            num_workers=num_workers,
+            seed=seed,
+        )
+        self.source = source if isinstance(source, str) else list(source)  # A copy, which nothing else changes.
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
@@ -106,28 +104,60 @@ class TextDataModule(L.LightningDataModule):
         self.max_documents = max_documents
         self.num_workers = num_workers
         self.seed = seed
-        self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        self.cache_dir = cache_folder(cache_dir)
+        self.left_out = LeftOut()
 
-        self._text = PreparedText(
-            source, tokenizer, vocab_size, val_fraction, test_fraction, text_field, max_documents, self.cache_dir
-        )
+    def __str__(self) -> str:
+        # Lightning's own text counts batches, for which it would read and tokenise the corpus: error messages show it.
+        return f"{type(self).__name__}(source={self.source!r}, tokenizer={self.tokenizer!r})"
 
-    @property
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """The splits of the corpus by name. Their lists of documents are emptied when ``stores`` has been used."""
+        self.left_out = LeftOut()
+        documents = iterate_documents(self.source, self.text_field, self.max_documents, self.left_out)
+        splits = split_documents(documents, self.val_fraction, self.test_fraction)
+        if summary := self.left_out.summary():
+            rank_zero_info(f"data.source: {summary}")
+        return splits
+
+    @cached_property
     def fast_tokenizer(self) -> PreTrainedTokenizerFast:
         """The tokenizer. Loaded at the first use, and trained if need be; needs neither trainer nor ``setup``."""
-        return self._text.tokenizer
+        # Only a trained tokenizer needs the corpus, which may be slow to read.
+        documents = self.splits["train"].documents if self.tokenizer == "bpe" else []
+        return load_tokenizer(self.tokenizer, documents, self.vocab_size, self.cache_dir)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return tokenizer_fingerprint(self.fast_tokenizer)
+
+    @cached_property
+    def _byte_lengths(self) -> torch.Tensor:
+        return token_byte_lengths(self.fast_tokenizer)
+
+    @cached_property
+    def stores(self) -> dict[str, TokenStore]:
+        """The tokens of each split by its name, tokenised if need be."""
+        stores = {
+            name: tokenized(split, name, self.fast_tokenizer, self._fingerprint, self.cache_dir)
+            for name, split in self.splits.items()
+        }
+        for split in self.splits.values():
+            split.documents.clear()  # To free memory: the tokens lie on disk, and nothing needs the texts any more.
+        return stores
 
     def token_byte_lengths(self) -> torch.Tensor:
         """UTF-8 bytes that each token id stands for: int64 ``[len(fast_tokenizer)]``, 0 for special tokens."""
-        return self._text.byte_lengths
+        return self._byte_lengths
 
     def tokenizer_fingerprint(self) -> str:
         """Hexadecimal SHA-256 of everything that decides how text becomes token ids."""
-        return self._text.fingerprint
+        return self._fingerprint
 
     def prepare_data(self) -> None:
         """Train the tokenizer and tokenise the corpus, unless both are in the cache."""
-        _ = self._text.stores
+        _ = self.stores
 
     def setup(self, stage: str) -> None:
         """Open the tokens and check that there are enough for the stage, and rows in a batch for all processes.
@@ -146,11 +176,29 @@ class TextDataModule(L.LightningDataModule):
                 f"among them, got {self.batch_size}"
             )
         if stage == "fit":
-            self._text.check_enough("train", self.sequence_length)
+            self._check_enough("train")
         if stage == "validate" or (stage == "fit" and self.val_fraction > 0):
-            self._text.check_enough("val")
+            self._check_enough("val")
         if stage in ("test", "predict"):
-            self._text.check_enough("test")
+            self._check_enough("test")
+
+    def _check_enough(self, split: str) -> None:
+        """Check that a split has a token, or the train split a row."""
+        tokens = len(self.stores[split])
+        counts = ", ".join(f"{store.documents} {name}" for name, store in self.stores.items())
+        left_out = f" ({summary})" if (summary := self.left_out.summary()) else ""
+        if split == "train" and tokens < self.sequence_length:
+            raise ValueError(
+                f"data.source: the train split has {tokens} tokens, less than one row of sequence_length ="
+                f" {self.sequence_length} (documents: {counts}); give more text in source, or lower sequence_length, val_fraction or"
+                f" test_fraction{left_out}"
+            )
+        if tokens == 0:
+            without = ", or set val_fraction to 0 to train without validation" if split == "val" else ""
+            raise ValueError(
+                f"data.{split}_fraction: the {split} split is empty (documents: {counts}); raise {split}_fraction or give"
+                f" more documents{without}{left_out}"
+            )
 
     def dataset(self, split: str) -> RowDataset:
         """The rows of a split.
@@ -164,7 +212,12 @@ class TextDataModule(L.LightningDataModule):
         Raises:
             ValueError: If there is no such split.
         """
-        return self._text.rows(split, self.sequence_length)
+        return RowDataset(self._store(split), self.sequence_length, self.fast_tokenizer.pad_token_id)
+
+    def _store(self, split: str) -> TokenStore:
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        return self.stores[split]
 
     def train_dataloader(self) -> ResumableLoader:
         """Batches of the train rows, from where the trainer stands. Without a trainer, those of epoch 0."""
@@ -220,7 +273,7 @@ class TextDataModule(L.LightningDataModule):
         Raises:
             ValueError: If there is no such split, or nothing is predicted in it.
         """
-        return self._text.unigram(split, self.sequence_length)[0]
+        return self._unigram(split)[0]
 
     def unigram_bits_per_byte(self, split: str = "val") -> float:
         """``unigram_entropy`` per byte of the predicted tokens' text.
@@ -234,17 +287,44 @@ class TextDataModule(L.LightningDataModule):
         Raises:
             ValueError: If there is no such split, or nothing is predicted in it.
         """
-        return self._text.unigram(split, self.sequence_length)[1]
+        return self._unigram(split)[1] / self.text_bytes_per_token_byte(split)
+
+    def _unigram(self, split: str) -> tuple[float, float]:
+        try:
+            return unigram(self._store(split), self.sequence_length, self._byte_lengths.numpy())
+        except ValueError as error:
+            raise ValueError(f"{split} split: {error}") from error
+
+    def text_bytes_per_token_byte(self, split: str) -> float:
+        """Bytes of a split's text for each byte that its tokens stand for.
+
+        Args:
+            split: ``"train"``, ``"val"`` or ``"test"``.
+
+        Returns:
+            1 for tokenizers that keep all text, more for those that lose some.
+
+        Raises:
+            ValueError: If there is no such split.
+        """
+        store = self._store(split)
+        counts: np.ndarray = np.bincount(store.tokens, minlength=len(self._byte_lengths))
+        size = int(counts @ self._byte_lengths.numpy())
+        return self.splits[split].bytes / size if size else 1.0
 
     def describe(self) -> str:
         """Documents, tokens, rows and bytes of each split, in one line."""
-        return self._text.describe(self.sequence_length)
+        return "; ".join(
+            f"{name} {store.documents:,} documents, {len(store):,} tokens, {len(self.dataset(name)):,} rows,"
+            f" {self.splits[name].bytes:,} bytes"
+            for name, store in self.stores.items()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What decides which rows are trained on and in what order, for checkpoints."""
         return {
-            "hash of the train documents": self._text.splits["train"].digest,
-            "hash of the tokenizer": self._text.fingerprint,
+            "hash of the train documents": self.splits["train"].digest,
+            "hash of the tokenizer": self._fingerprint,
             "sequence_length": self.sequence_length,
             "batch_size": self.batch_size,
             "seed": self.seed,

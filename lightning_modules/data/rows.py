@@ -1,5 +1,7 @@
 """Rows of a fixed number of tokens, cut from the documents of a split."""
 
+import math
+
 import numpy as np
 import torch
 from torch.utils.data import Dataset
@@ -103,6 +105,28 @@ def predicted_token_counts(store: TokenStore, sequence_length: int, vocab_size: 
     predicted[::sequence_length] = False
     predicted[store.starts[:-1]] = False
     return np.bincount(store.tokens[predicted], minlength=vocab_size)
+
+
+def unigram(store: TokenStore, sequence_length: int, byte_lengths: np.ndarray) -> tuple[float, float]:
+    """Loss of the best model without context on the rows of a split: one that knows the tokens' frequencies in it.
+
+    Args:
+        store: The tokens of the split.
+        sequence_length: Tokens in a row, at least 2.
+        byte_lengths: int64 ``[vocab_size]``, bytes of text that each token id stands for.
+
+    Returns:
+        Nats per predicted token, and bits per byte of the predicted tokens' text.
+
+    Raises:
+        ValueError: If no text is predicted.
+    """
+    counts = predicted_token_counts(store, sequence_length, len(byte_lengths))
+    size = int(counts @ byte_lengths)
+    if size == 0:
+        raise ValueError(f"no text is predicted in {len(store)} tokens")
+    nats = entropy(counts)
+    return nats, nats * int(counts.sum()) / math.log(2) / size
 
 
 def entropy(counts: np.ndarray) -> float:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from dsv41 import DeepseekV41Config
 from dsv41.config import IGNORE_INDEX
 from dsv41.ops.cross_entropy import causal_lm_loss
+from lightning_modules.data import TextDataModule
 from lightning_modules.optim.groups import OptimizerConfig
 from lightning_modules.optim.schedule import ScheduleConfig
 from lightning_modules.task import DeepseekV41Task
@@ -204,6 +205,31 @@ def test_validation_is_the_same_for_any_batch_size(
         byte_count += float((live % 5 + 1).sum())
     assert results[0]["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
     assert results[0]["val/bits_per_byte"] == pytest.approx(nats / 0.6931471805599453 / byte_count, rel=1e-5)
+
+
+def test_bits_per_byte_count_the_text_that_a_tokenizer_loses(
+    tiny_config: Callable[..., DeepseekV41Config],
+    golden_tokenizer: Any,
+) -> None:
+    class Lossy(TextDataModule):
+        def prepare_data(self) -> None:
+            pass
+
+        def setup(self, stage: str) -> None:
+            pass
+
+        def val_dataloader(self) -> Any:
+            return loader(make_batches(4))
+
+        def text_bytes_per_token_byte(self, split: str) -> float:
+            return {"val": 1.25}[split]
+
+    task = make_task(DeepseekV41Task, tiny_config(), golden_tokenizer)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    tokens = trainer.validate(task, loader(make_batches(4)), verbose=False)[0]
+    text = trainer.validate(task, datamodule=Lossy(sequence_length=12), verbose=False)[0]
+    assert text["val/loss"] == tokens["val/loss"]
+    assert text["val/bits_per_byte"] == pytest.approx(tokens["val/bits_per_byte"] / 1.25, rel=1e-6)
 
 
 def test_predict_gives_the_most_likely_next_tokens(

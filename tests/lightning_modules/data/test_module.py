@@ -12,7 +12,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from dsv41.files import default_cache_dir, written_whole
-from lightning_modules.data import TextDataModule, prepared, token_store, tokenization
+from lightning_modules.data import TextDataModule, module, token_store, tokenization
 
 # Lightning 2.6 uses a name that torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
@@ -23,20 +23,20 @@ Make = Callable[..., TextDataModule]
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"source": "/no/such/place"}, FileNotFoundError, "source '/no/such/place'"),
-        ({"source": "hf:some/set"}, ValueError, "max_documents must be set"),
-        ({"max_documents": 0}, ValueError, "max_documents must be at least 1"),
-        ({"tokenizer": "wordpiece"}, FileNotFoundError, 'tokenizer must be "bpe", "deepseek"'),
-        ({"vocab_size": 200}, ValueError, "vocab_size must be at least 259"),
-        ({"sequence_length": 1}, ValueError, "sequence_length must be at least 2, got 1"),
-        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-        ({"num_workers": -1}, ValueError, "num_workers must be at least 0, got -1"),
-        ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
-        ({"val_fraction": 1.0}, ValueError, "val_fraction must be from 0 to below 1, got 1.0"),
-        ({"test_fraction": -0.1}, ValueError, "test_fraction must be from 0 to below 1, got -0.1"),
-        ({"val_fraction": math.nan}, ValueError, "val_fraction must be from 0 to below 1, got nan"),
-        ({"val_fraction": 0.5, "test_fraction": 0.5}, ValueError, "val_fraction . test_fraction must be below 1"),
-        ({"text_field": ""}, ValueError, "text_field must be the name of a field"),
+        ({"source": "/no/such/place"}, FileNotFoundError, "data.source: '/no/such/place'"),
+        ({"source": "hf:some/set"}, ValueError, "data.max_documents: must be set"),
+        ({"max_documents": 0}, ValueError, "data.max_documents: must be at least 1"),
+        ({"tokenizer": "wordpiece"}, FileNotFoundError, 'data.tokenizer: must be "bpe", "deepseek"'),
+        ({"vocab_size": 200}, ValueError, "data.vocab_size: must be at least 259"),
+        ({"sequence_length": 1}, ValueError, "data.sequence_length: must be at least 2, got 1"),
+        ({"batch_size": 0}, ValueError, "data.batch_size: must be at least 1, got 0"),
+        ({"num_workers": -1}, ValueError, "data.num_workers: must be at least 0, got -1"),
+        ({"seed": -1}, ValueError, "data.seed: must be at least 0, got -1"),
+        ({"val_fraction": 1.0}, ValueError, "data.val_fraction: must be from 0 to below 1, got 1.0"),
+        ({"test_fraction": -0.1}, ValueError, "data.test_fraction: must be from 0 to below 1, got -0.1"),
+        ({"val_fraction": math.nan}, ValueError, "data.val_fraction: must be from 0 to below 1, got nan"),
+        ({"val_fraction": 0.5, "test_fraction": 0.5}, ValueError, "val_fraction . data.test_fraction: must be below 1"),
+        ({"text_field": ""}, ValueError, "data.text_field: must be the name of a field"),
     ],
 )
 def test_bad_settings_are_refused_at_once(
@@ -46,11 +46,97 @@ def test_bad_settings_are_refused_at_once(
         make_data(**changes)
 
 
+WHOLE = ("vocab_size", "sequence_length", "batch_size", "num_workers", "seed")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({name: value} for name in WHOLE for value in (None, "7", 300.0, True, {}, [300], 2**63, -1, math.nan)),
+        *({"max_documents": value} for value in ("7", 3.0, True, 0, -1, 2**63)),
+        *({name: value} for name in ("val_fraction", "test_fraction") for value in (None, "0", True, {}, 1, math.inf)),
+        *({"source": value} for value in (None, 3, {}, [], [None], [["a"]], "", [""], "x" * 5000, "~nosuchuser/x")),
+        *({"tokenizer": value} for value in (None, 3, "", ["bpe"], "x" * 5000)),
+        *({"text_field": value} for value in (None, 3, "")),
+        *({"cache_dir": value} for value in (3, "", ["a"], "~nosuchuser/x")),
+        {"vocab_size": 10**9},
+        {"vocab_size": (1 << 20) + 1, "tokenizer": "deepseek"},
+        {"num_workers": 1025},
+    ],
+)
+def test_values_of_other_types_and_ranges_are_named_in_one_line(make_data: Make, changes: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        make_data(**changes)
+    assert str(caught.value).startswith(f"data.{next(iter(changes))}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_ends_of_the_ranges_are_taken(make_data: Make) -> None:
+    make_data(vocab_size=259, sequence_length=2, batch_size=1, num_workers=0, seed=0, val_fraction=0, max_documents=1)
+    make_data(vocab_size=1 << 20, sequence_length=2**31 - 1, batch_size=2**31 - 1, num_workers=1024, seed=2**63 - 1)
+
+
+def test_list_of_sources_is_copied(make_data: Make, corpus_dir: Path) -> None:
+    sources = [str(corpus_dir)]
+    data = make_data(source=sources)
+    sources.append("/no/such/place")
+    assert data.source == [str(corpus_dir)]
+    data.prepare_data()
+
+
+def test_no_home_directory_is_said_with_what_to_give(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("DSV41_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    with pytest.raises(ValueError, match=r"^data\.cache_dir: there is no home .* --data\.cache_dir or \$DSV41_CACHE$"):
+        make_data()
+    monkeypatch.setattr(Path, "expanduser", fail)
+    monkeypatch.setenv("DSV41_CACHE", "~/cache")
+    with pytest.raises(ValueError, match=r"^data\.cache_dir: there is no home"):
+        make_data(source="stdlib")
+
+
+def test_showing_a_data_module_reads_nothing(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The command line's parser shows it in the text of an error about a bad record, which would be met five times.
+    monkeypatch.setattr(module, "iterate_documents", None)
+    assert str(make_data(source="stdlib")) == "TextDataModule(source='stdlib', tokenizer='bpe')"
+
+
+def test_what_is_left_out_is_kept_and_said_once(
+    make_data: Make, corpus_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(10):
+        (corpus_dir / f"image{number}").write_bytes(b"\0" * 9)
+    data = make_data()
+    assert data.left_out.summary() == ""
+    with caplog.at_level("INFO"):
+        data.prepare_data()
+        data.setup("fit")
+    line = "data.source: left out 10 of 50 files (20.0%): 10 binary, with NUL bytes (as image0)"
+    assert [record.message for record in caplog.records].count(line) == 1
+    assert data.left_out.reasons == {"binary, with NUL bytes": 10}
+
+
+def test_empty_split_is_not_blamed_for_what_is_left_out(make_data: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    (folder / "README.md").write_text("words and words " * 99)
+    for number in range(17):
+        (folder / f"{number}.docx").write_bytes(b"PK\3\4\0\0")
+    data = make_data(source=str(folder), val_fraction=0.0)
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"val split is empty .*\(left out 17 of 18 files \(94\.4%\): 17 binary, with"):
+        data.setup("validate")
+
+
 def test_nothing_is_read_before_it_is_needed(make_data: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("read")
 
-    monkeypatch.setattr(prepared, "iterate_documents", refuse)
+    monkeypatch.setattr(module, "iterate_documents", refuse)
     data = make_data()
     assert not data.cache_dir.exists()
     with pytest.raises(AssertionError, match="read"):
@@ -107,20 +193,20 @@ def test_second_run_uses_the_caches_also_for_other_rows(make_data: Make, monkeyp
 
 def test_bpe_sees_the_training_documents_only(make_data: Make, tmp_path: Path) -> None:
     data = make_data()
-    held_out = [document.name for document in data._text.splits["val"].documents]
+    held_out = [document.name for document in data.splits["val"].documents]
     fingerprint = data.tokenizer_fingerprint()
     file = Path(str(data.source), held_out[0])
     file.write_text(file.read_text() + "zzzz qqqq " * 50)
     changed = make_data()
     assert changed.tokenizer_fingerprint() == fingerprint
-    assert changed._text.splits["val"].digest != data._text.splits["val"].digest
+    assert changed.splits["val"].digest != data.splits["val"].digest
 
 
 def test_numbers_about_the_corpus(make_data: Make, corpus_dir: Path) -> None:
     data = make_data()
     size = sum(file.stat().st_size for file in corpus_dir.rglob("*.txt"))
     lengths = data.token_byte_lengths()
-    stores = data._text.stores
+    stores = data.stores
     assert sum(int(lengths[store.tokens.astype("int64")].sum()) for store in stores.values()) == size
     assert sum(store.documents for store in stores.values()) == 40
     for name, store in stores.items():
@@ -133,7 +219,7 @@ def test_numbers_about_the_corpus(make_data: Make, corpus_dir: Path) -> None:
     assert data.unigram_entropy() == pytest.approx(nats)
     bits_per_byte = nats * len(labels) / math.log(2) / int(lengths[labels].sum())
     assert data.unigram_bits_per_byte("val") == pytest.approx(bits_per_byte)
-    with pytest.raises(ValueError, match="no text is predicted in the val split, which has 0 tokens"):
+    with pytest.raises(ValueError, match="val split: no text is predicted in 0 tokens"):
         make_data(val_fraction=0.0).unigram_entropy("val")
 
 
@@ -183,7 +269,7 @@ def test_single_file(tmp_path: Path, make_data: Make) -> None:
     data = make_data(source=str(file))
     data.setup("fit")
     data.setup("test")
-    assert [store.documents for store in data._text.stores.values()] == [1, 1, 1]
+    assert [store.documents for store in data.stores.values()] == [1, 1, 1]
 
 
 def test_settings_show_in_the_command_line_help() -> None:

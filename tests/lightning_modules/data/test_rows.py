@@ -139,10 +139,10 @@ def test_broken_cache_file_is_named(tmp_path: Path, tokenizer: PreTrainedTokeniz
 def test_nothing_is_left_when_tokenising_fails(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def special_ids(*_: object) -> object:
-        return lambda texts: [[5, 1, 6] for _ in texts]
+    def special_ids(_: object, documents: list[Document]) -> list[list[int]]:
+        return [[5, 1, 6] for _ in documents]
 
-    monkeypatch.setattr(token_store, "_plain_text_encoder", special_ids)
+    monkeypatch.setattr(token_store._Encoder, "_encodings", special_ids)
     with pytest.raises(
         ValueError, match=r"document 'doc 0' an id of 280 or more, or one of the special ids \[0, 1, 2\]"
     ):

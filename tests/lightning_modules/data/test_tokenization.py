@@ -1,6 +1,10 @@
 """The tokenizers: what they do, when they are trained, and what is said about bad ones."""
 
+import _thread
 import json
+import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.data import tokenization
 from lightning_modules.data.corpus import Document
-from lightning_modules.data.token_bytes import token_byte_lengths
-from lightning_modules.data.tokenization import SPECIAL_TOKENS, load_tokenizer, tokenizer_fingerprint
+from lightning_modules.data.tokenization import (
+    SPECIAL_TOKENS,
+    load_tokenizer,
+    token_byte_lengths,
+    tokenizer_fingerprint,
+)
 
 DOCUMENTS = [Document(f"doc {number}", f"some words and number {number} " * 20) for number in range(10)]
 ODD_TEXT = "tabs\t\r\n  spaces  " + "".join(map(chr, range(256))) + "héllo 漢字 🙂👩‍👩‍👧 \u202e \ufffd \U0010ffff end "
@@ -137,10 +145,131 @@ def test_fingerprint_tells_tokenizers_of_equal_size_apart_but_not_uses(
 
 
 def test_bad_requests(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="vocab_size must be at least 259"):
+    with pytest.raises(ValueError, match="vocab_size: must be at least 259"):
         load_tokenizer("bpe", DOCUMENTS, 258, tmp_path)
     with pytest.raises(ValueError, match="no training documents"):
         load_tokenizer("bpe", [], 280, tmp_path)
     for path in (tmp_path, tmp_path / "gone.json"):
-        with pytest.raises(FileNotFoundError, match=r'tokenizer must be "bpe", "deepseek", a tokenizer\.json'):
+        with pytest.raises(FileNotFoundError, match=r'data.tokenizer: must be "bpe", "deepseek", a tokenizer\.json'):
             load_tokenizer(str(path), [], 0, tmp_path)
+
+
+SPECIAL_IDS = {token: number for number, token in enumerate(SPECIAL_TOKENS.values())}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", None, r"tokenizer\.json is not a tokenizer\.json: "),  # Cut in the middle.
+        ("tokenizer.json", b"", r"tokenizer\.json is not a tokenizer\.json: "),
+        ("tokenizer.json", b"# Title\n", r"tokenizer\.json is not a tokenizer\.json: expected value at line 1"),
+        ("tokenizer.json", b"{}", r"tokenizer\.json is not a tokenizer\.json: "),
+        ("tokenizer.json", b"\xff\xfe\0", r"tokenizer\.json is not a tokenizer\.json: "),
+        ("tokenizer.json", b"[" * 100_000, r"tokenizer\.json is not a tokenizer\.json: "),
+        ("tokenizer_config.json", b'{"bos_token"', r"tokenizer_config\.json is not valid JSON: "),
+        ("tokenizer_config.json", b"\xff", r"tokenizer_config\.json is not valid JSON: "),
+        ("tokenizer_config.json", b"[" * 100_000, r"tokenizer_config\.json is not valid JSON: "),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json must be a JSON object, found list"),
+        ("tokenizer_config.json", b'{"bos_token": 5}', r"tokenizer_config\.json: bos_token must be text"),
+        ("tokenizer_config.json", b'{"pad_token": {"content": null}}', r"config\.json: pad_token must be text"),
+    ],
+)
+def test_bad_tokenizer_files_are_named_in_one_line(
+    tmp_path: Path, bpe: PreTrainedTokenizerFast, file: str, content: bytes | None, message: str
+) -> None:
+    bpe.save_pretrained(tmp_path)
+    whole = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(ValueError, match=rf"^data\.tokenizer: {re.escape(str(tmp_path))}/.*{message}") as caught:
+        load_tokenizer(str(tmp_path), [], 0, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_gap_in_the_ids_is_refused(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({**SPECIAL_IDS, "a": 3, "b": 14})).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json: .* 'b' has id 14, and with 5 tokens the ids must be 0 to 4"
+    ):
+        load_tokenizer(str(tmp_path), [], 0, tmp_path)
+
+
+@pytest.mark.parametrize("spec", ["", "~nosuchuser/x", "x" * 5000])
+def test_paths_that_cannot_be_looked_up(spec: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=r"^data\.tokenizer: "):
+        tokenization.check_tokenizer_spec(spec, 300)
+
+
+def test_unknown_token_stands_for_no_bytes(tmp_path: Path) -> None:
+    for model in (
+        models.WordLevel({**SPECIAL_IDS, "a": 3, "<unk>": 4}, unk_token="<unk>"),
+        models.BPE({**SPECIAL_IDS, "a": 3, "<unk>": 4}, [], unk_token="<unk>"),
+        models.Unigram([*((token, 0.0) for token in SPECIAL_IDS), ("a", -1.0), ("<unk>", -9.0)], 4, False),
+    ):
+        Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(str(tmp_path), [], 0, tmp_path)
+        assert tokenization.unknown_id(tokenizer) == 4
+        assert token_byte_lengths(tokenizer).tolist() == [0, 0, 0, 1, 0]
+
+
+def test_long_words_are_cut_in_training_only() -> None:
+    text = "a" * 5000
+    tokenizer = tokenization._train_bpe([Document("x", text)], 300)
+    assert max(map(len, set(tokenizer.get_vocab()) - set(SPECIAL_IDS))) == tokenization._LONGEST_TRAINING_WORD
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert "FixedLength" not in tokenizer.to_str()
+
+
+def test_cutting_does_not_change_what_usual_words_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [*DOCUMENTS, Document("odd", ODD_TEXT), Document("long", "x" * 256)]
+    cut = tokenization._train_bpe(documents, 400).to_str()
+    monkeypatch.setattr(tokenization, "_LONGEST_TRAINING_WORD", 10**9)
+    assert cut == tokenization._train_bpe(documents, 400).to_str()
+
+
+def test_control_c_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    given: list[str] = []
+
+    class Slow:
+        def train_from_iterator(self, texts: Iterator[str], *_: object, **__: object) -> None:
+            given.append(next(texts))
+            _thread.interrupt_main()
+            assert released.wait(60)  # Like the library's own code: it does not see the interrupt.
+            with pytest.raises(KeyboardInterrupt):
+                next(texts)
+            given.append("asked again")
+
+    monkeypatch.setattr(tokenization, "Tokenizer", lambda _: Slow())
+    with pytest.raises(KeyboardInterrupt):
+        tokenization._train_bpe(DOCUMENTS, 300)
+    assert given == [DOCUMENTS[0].text]
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name == "tokenizer training":
+            thread.join(60)
+    assert given[1:] == ["asked again"]
+
+
+def test_errors_of_training_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        tokenization._in_thread(fail, threading.Event())
+
+
+def test_unwritable_cache_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tokenization, "_train_bpe", _refuse)
+    with pytest.raises(OSError, match=r"^data\.cache_dir: cannot write in .*file/cache/tokenizers: Not a directory"):
+        load_tokenizer("bpe", DOCUMENTS, 300, tmp_path / "file" / "cache")
+
+
+def test_full_disk_names_the_tokenizers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"bpe-\w+\.json could not be written: No space .* MB were needed, "):
+        load_tokenizer("bpe", DOCUMENTS, 300, tmp_path)
+    assert list((tmp_path / "tokenizers").iterdir()) == []
