@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,8 @@ class InheritedMethods(PreTrainedModel):
         """Freshly drawn model; see `dsv41.weights.pretrained.from_config`."""
         from dsv41.weights.pretrained import from_config
 
-        return from_config(cls, config, **options)
+        made: Self = from_config(cast(Any, cls), config, **options)
+        return made
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -121,7 +122,8 @@ class InheritedMethods(PreTrainedModel):
         """Model with the weights of a folder; see `dsv41.weights.pretrained.from_pretrained` for options and errors."""
         from dsv41.weights.pretrained import from_pretrained
 
-        return from_pretrained(cls, pretrained_model_name_or_path, **options)
+        loaded: Self = from_pretrained(cast(Any, cls), pretrained_model_name_or_path, **options)
+        return loaded
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], **options: Any
@@ -129,7 +131,7 @@ class InheritedMethods(PreTrainedModel):
         """Write weights, configuration, tokenizer and card; see `dsv41.weights.pretrained.save_pretrained`."""
         from dsv41.weights.pretrained import save_pretrained
 
-        return save_pretrained(self, save_directory, **options)
+        return save_pretrained(cast(Any, self), save_directory, **options)
 
     def save_distributed_checkpoint(self, *args: Any, **options: Any) -> NoReturn:
         """Refused: the ranks of a sharded model write one folder together."""
@@ -273,7 +275,7 @@ class InheritedMethods(PreTrainedModel):
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **options: Any) -> None:
         """Refused except for "eager", which transformers writes into every configuration and which changes nothing."""
         if attn_implementation != "eager":
-            _refuse("set_attn_implementation", "choose by backend=BackendConfig(attn=...) when the model is built")
+            _refuse("set_attn_implementation", "choose by backend=BackendConfig(attn=...) when it is built")
 
     def set_experts_implementation(self, experts_implementation: Any, *args: Any, **options: Any) -> None:
         """Refused except for "eager", likewise."""
