@@ -1,7 +1,7 @@
 """Inputs of a forward: token ids, masks, positions and labels, checked once, before any work.
 
 Every error names the argument and what is valid. Checks that read numbers from a GPU cost a wait for it; without
-``strict`` they are device-side asserts there.
+``strict`` they are device-side asserts there. A program made by `torch.export` checks shapes and dtypes alone.
 
 Shapes: B batch, S sequence.
 """
@@ -48,6 +48,8 @@ def check_integer_ids(ids: Tensor, name: str, limit: int, strict: bool) -> None:
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: must be int32 or int64 ids in 0..{limit - 1}, got {ids.dtype}")
+    if torch.compiler.is_exporting():
+        return  # the program has no way to raise for the ids that it will be given
     # The choice depends on the device and the flag only, never on how many ids there are.
     if ids.is_cuda and not strict:
         torch._assert_async(((ids >= 0) & (ids < limit)).all())
@@ -91,7 +93,7 @@ def check_inputs(
     batch, length = input_ids.shape
     if length > longest:
         raise ValueError(f"input_ids: sequence length {length} exceeds max_position_embeddings={longest}")
-    on_host = strict or not input_ids.is_cuda
+    on_host = (strict or not input_ids.is_cuda) and not torch.compiler.is_exporting()
     positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
     if position_ids is not None:
         if position_ids.is_floating_point() or position_ids.shape != input_ids.shape:

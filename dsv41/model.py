@@ -15,9 +15,8 @@ Shapes: B batch, S sequence, C streams, H hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dsv41.attention import AttentionState, DeepseekV41Attention, build_attention
@@ -36,6 +34,7 @@ from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.engram.table import EngramTable
 from dsv41.engram.token_map import fast_backend
 from dsv41.hyper_connections import build_residual
+from dsv41.inherited import InheritedMethods, check_forward_options, for_inference_when_exported
 from dsv41.initialization import initialize_parameters
 from dsv41.inputs import TokenInputs, check_inputs, check_labels, select_positions
 from dsv41.moe import DeepseekV41MoE, RouterReport
@@ -266,7 +265,7 @@ class DeepseekV41Model(nn.Module):
         return hidden, tuple(kept) if output_hidden_states else None, told
 
 
-class DeepseekV41ForCausalLM(PreTrainedModel):
+class DeepseekV41ForCausalLM(InheritedMethods):
     """DeepSeek-V4.1 with its language-model head.
 
     Args:
@@ -284,10 +283,6 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
         >>> model = DeepseekV41ForCausalLM(DeepseekV41Config(text_config=text), tokenizer=tokenizer)
         >>> model(input_ids, labels=input_ids).loss.backward()
     """
-
-    config_class = DeepseekV41Config
-    base_model_prefix = "model"
-    config: DeepseekV41Config
 
     def __init__(
         self,
@@ -307,33 +302,6 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
 
     def _draw_parameters(self) -> None:
         initialize_parameters(self, self.config.text_config.initializer_range)
-
-    # Files and hubs stand above the model (`dsv41.weights`), so the three methods that transformers expects here import
-    # them when they are called.
-
-    @classmethod
-    def _from_config(cls, config: DeepseekV41Config, **options: Any) -> Self:
-        """Freshly drawn model; see `dsv41.weights.pretrained.from_config`."""
-        from dsv41.weights.pretrained import from_config
-
-        return from_config(cls, config, **options)
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any
-    ) -> Self:
-        """Model with the weights of a folder; see `dsv41.weights.pretrained.from_pretrained` for options and errors."""
-        from dsv41.weights.pretrained import from_pretrained
-
-        return from_pretrained(cls, pretrained_model_name_or_path, **options)
-
-    def save_pretrained(  # type: ignore[override]
-        self, save_directory: str | os.PathLike[str], **options: Any
-    ) -> Any:
-        """Write weights, configuration, tokenizer and card; see `dsv41.weights.pretrained.save_pretrained`."""
-        from dsv41.weights.pretrained import save_pretrained
-
-        return save_pretrained(self, save_directory, **options)
 
     def prepare_model_owned_dtensors(self, fsdp_mesh: DeviceMesh) -> set[nn.Parameter]:
         """Register the Engram tables as DTensors over `fsdp_mesh`, before ``fully_shard`` records what it ignores.
@@ -390,29 +358,23 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
         attention = self.get_submodule(owner)
         return isinstance(attention, DeepseekV41Attention) and attention.ratio > 1
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
-        return self.model.embed_tokens
-
     @property
     def map_fingerprint(self) -> str | None:
         """Of the tokenizer's compressed map, which says whether two models hash alike; None without an Engram."""
         hashing = self.model.engram_hash
         return None if hashing is None else hashing.map_fingerprint
 
-    def get_output_embeddings(self) -> nn.Module:
-        """The vocabulary projection."""
-        return self.lm_head
-
+    @for_inference_when_exported
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         return_hidden_states: bool = False,
-        output_hidden_states: bool = False,
+        output_hidden_states: bool | None = False,
+        **others: Any,
     ) -> DeepseekV41Output:
         """Logits and loss.
 
@@ -425,6 +387,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
             return_hidden_states: Append the final normed hidden states [B, S, H] to `hidden_states`.
             output_hidden_states: Put the streams [B, S, C, H] before each block and after the last into
                 `hidden_states`.
+            **others: Arguments of other models of transformers, with values that ask for nothing (``use_cache=False``).
 
         Returns:
             `loss`: mean cross-entropy in nats over live shifted labels (0 if there are none), or None.
@@ -433,13 +396,18 @@ class DeepseekV41ForCausalLM(PreTrainedModel):
             `report`: expert load and, in training, the losses of indexers and routers, which `loss` does not contain.
 
         Raises:
-            ValueError: Wrong shape, dtype or range, or `labels` together with `logits_to_keep`.
+            ValueError: Wrong shape, dtype or range, `labels` together with `logits_to_keep`, or an argument of other
+                models that asks for something.
+            TypeError: There is no such argument.
         """
+        check_forward_options(others, type(self).forward)
+        if input_ids is None:
+            raise ValueError("input_ids: missing; int32 or int64 token ids [batch, sequence] are needed")
         if labels is not None:
             check_labels(labels, input_ids, self.lm_head.out_features)
             if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
                 raise ValueError("logits_to_keep: must be 0 when labels are given, since the loss needs every position")
-        hidden, streams, report = self.model(input_ids, position_ids, attention_mask, None, output_hidden_states)
+        hidden, streams, report = self.model(input_ids, position_ids, attention_mask, None, bool(output_hidden_states))
         loss, logits = None, None
         if labels is None:
             logits = self.project(select_positions(hidden, logits_to_keep))

@@ -223,4 +223,6 @@ def expert_products(implementation: str, x: Tensor, width: int) -> ExpertProduct
         # In other dtypes torch's grouped product on CUDA is a loop itself, and waits for the bounds.
         possible = x.is_cuda and x.dtype == torch.bfloat16 and _groupable(x.dtype, x.shape[1], width)
         implementation = "grouped" if possible else "loop"
+    if implementation == "loop" and torch.compiler.is_exporting():
+        implementation = "dense"  # how many tokens each expert has is known only when the program runs
     return IMPLEMENTATIONS[implementation]

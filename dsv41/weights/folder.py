@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from dsv41.config import DeepseekV41Config
+from dsv41.inherited import PARAMETER_DTYPES
 from dsv41.model import DeepseekV41ForCausalLM
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAME = "tokenizer.json"
-PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # What config.json says about quantised weights, under DeepSeek's own keys. Reading goes by the files alone.
 RELEASED_QUANTIZATION = {

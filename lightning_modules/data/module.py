@@ -190,14 +190,14 @@ class TextDataModule(L.LightningDataModule):
         if split == "train" and tokens < self.sequence_length:
             raise ValueError(
                 f"data.source: the train split has {tokens} tokens, less than one row of sequence_length ="
-                f" {self.sequence_length} (documents: {counts}); give more text in source, or lower sequence_length, val_fraction or"
-                f" test_fraction{left_out}"
+                f" {self.sequence_length} (documents: {counts}); give more text in source, or lower sequence_length,"
+                f" val_fraction or test_fraction{left_out}"
             )
         if tokens == 0:
             without = ", or set val_fraction to 0 to train without validation" if split == "val" else ""
             raise ValueError(
-                f"data.{split}_fraction: the {split} split is empty (documents: {counts}); raise {split}_fraction or give"
-                f" more documents{without}{left_out}"
+                f"data.{split}_fraction: the {split} split is empty (documents: {counts}); raise {split}_fraction or"
+                f" give more documents{without}{left_out}"
             )
 
     def dataset(self, split: str) -> RowDataset:
