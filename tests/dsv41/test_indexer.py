@@ -16,6 +16,7 @@ from torch import Tensor
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState, DeepseekV41Attention
 from dsv41.indexer import Indexer
+from dsv41.ops import dense_attention
 from dsv41.ops.quantization import fake_quantize
 from dsv41.ops.rope import layer_frequencies, rotation_table
 from dsv41.ops.selection import mask_to_candidates, membership, select_blocks, stable_topk, visible_positions
@@ -477,19 +478,17 @@ def run_model(model: DeepseekV41ForCausalLM) -> tuple[dict[int, AttentionState],
     states: dict[int, AttentionState] = {}
     masks: dict[int, Tensor] = {}
     for layer, block in enumerate(model.model.layers):
-        attn = block.attn
-        attn.register_forward_hook(lambda _m, _a, out, layer=layer: states.__setitem__(layer, out[1]))
+        block.attn.register_forward_hook(lambda _m, _a, out, layer=layer: states.__setitem__(layer, out[1]))
+    eager = dense_attention.MASKED_ATTENTION["eager"]
 
-        def core(
-            q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, layer: int = layer, inner: Any = attn.core.attend
-        ) -> Any:
-            masks[layer] = mask
-            return inner(q, kv, mask, sink)
+    def core(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+        masks[len(masks)] = mask
+        return eager(q, kv, mask, sink)
 
-        attn.core.attend = core
     ids = torch.randint(3, 500, (2, 40), generator=torch.Generator().manual_seed(28))
     attention_mask = (torch.arange(40) < torch.tensor([[40], [31]])).long()
-    with torch.no_grad():
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setitem(dense_attention.MASKED_ATTENTION, "eager", core)
         model(ids, attention_mask=attention_mask)
     return states, masks
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
 from dsv41.cost import parameters_by_part
+from dsv41.ops import dense_attention
 from dsv41.schedule import LayerPlan, layer_plans
 from lightning_modules.insight.drawing import pixels
 from lightning_modules.insight.shapes import (
@@ -262,16 +263,14 @@ def test_the_picture_of_owners(tiny_config: MakeConfig, release: bool) -> None:
 def masks_used(model: DeepseekV41ForCausalLM, batch: Batch) -> list[Tensor]:
     """What the reference's attention is given as its mask, layer by layer: bool [B, S, S + T]."""
     masks: list[Tensor] = []
-    for block in model.model.layers:
-        core: Any = block.attn.core
-        attend = core.attend
+    eager = dense_attention.MASKED_ATTENTION["eager"]
 
-        def spy(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor, attend: Any = attend) -> Tensor:
-            masks.append(mask)
-            return attend(q, kv, mask, sink)
+    def spy(q: Tensor, kv: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+        masks.append(mask)
+        return eager(q, kv, mask, sink)
 
-        core.attend = spy
-    with torch.no_grad():
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setitem(dense_attention.MASKED_ATTENTION, "eager", spy)
         model(batch["input_ids"], attention_mask=batch["attention_mask"])
     return masks
 
