@@ -11,6 +11,9 @@ from training_runs import OF_THE_MACHINE, Runs
 from lightning_modules.callbacks import PredictionFile
 from lightning_modules.cli import get_cli
 
+# Lightning's own code on the newest torch, where ranks gather predictions.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated:FutureWarning")
+
 EVERY_ROW = ("--data.batch_size", "5", "--trainer.limit_val_batches", "1.0", "--trainer.max_steps", "2")
 
 
