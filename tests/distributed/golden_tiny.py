@@ -1,4 +1,4 @@
-"""Golden-tiny models on one process and sharded, their batches, and what one process that never communicates finds.
+"""Golden-tiny models, whole and sharded, their batches, and comparisons of their tensors.
 
 Deviations of tensors are relative: L2 norm of the difference over L2 norm of the expected tensor, for every parameter
 by itself.

@@ -264,7 +264,7 @@ def _call(job: Job, rank: int) -> Any:
     if "mesh" in wanted:
         arguments["mesh"] = init_device_mesh("cpu", (job.world_size,), mesh_dim_names=("data_parallel",))
     value = function(**arguments)
-    dist.barrier()  # nobody leaves before all are done
+    dist.barrier()  # no rank leaves before all are done
     return value
 
 

@@ -1,7 +1,7 @@
 """Whenever a run is killed, there is a checkpoint to load that is not older than one interval.
 
-Processes that save step after step are killed at random times, one after the other. Each goes on from what it finds, as
-a resumed run does, with the callback that decides what is deleted and with the checkpoint plugin ("file") or the
+Processes that save step after step are killed at random times, one after the other. Each resumes from what it finds, as
+a run does, with the callback that decides what is deleted and with the checkpoint plugin ("file") or the
 strategy ("folder") that writes.
 """
 
@@ -63,7 +63,7 @@ def saver(kind: str, store: Path) -> Save:
 
 
 def save_until_killed(kind: str, directory: Path, store: Path, report: int) -> None:
-    """Go on from the newest checkpoint and save every step, until killed; `report` is told when one is complete."""
+    """Resume from the newest checkpoint and save every step, until killed; `report` is told when one is complete."""
     save = saver(kind, store)
     callback = LatestCheckpoint(every_n_steps=1, keep=1)
     callback.dirpath = str(directory)
@@ -148,7 +148,7 @@ def test_a_kill_at_any_time_leaves_the_last_checkpoint_or_the_one_before(records
         assert record["found"] in (record["saved"], record["saved"] + 1), record
         assert record["named"].startswith(f"step-{record['found']:08d}.ckpt"), record
     last = [record["found"] for record in records]
-    assert last == sorted(set(last)), "every run has gone on from what the one before had left"
+    assert last == sorted(set(last)), "every run has resumed from what the one before had left"
 
 
 def test_the_kills_have_met_different_stages_of_a_save(records: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Which dtypes a training step stores and computes in, and numbers of a run that ranks must agree on.
+"""Dtypes in which a training step stores and computes, and numbers of a run that ranks must agree on.
 
 Every name is listed below, so that a parameter that falls out of its precision, or out of the check, is seen.
 """

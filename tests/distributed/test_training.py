@@ -124,7 +124,7 @@ def test_resuming_on_the_same_ranks_ends_the_same_bit_for_bit(runs: Runs, check:
 
 
 @pytest.mark.parametrize(("ranks", "saved_by"), [(2, None), (3, 2), (1, 2), (None, 2)])
-def test_a_run_goes_on_on_another_number_of_ranks(runs: Runs, ranks: int | None, saved_by: int | None) -> None:
+def test_a_run_resumes_on_another_number_of_ranks(runs: Runs, ranks: int | None, saved_by: int | None) -> None:
     ours, unbroken = runs.resumed(ranks, "saved", saved_by), runs(None, "saved")
     for part in ("parameters", "buffers", "optimizer"):
         assert worst(ours[part], unbroken[part]) < 1e-9, part
@@ -137,7 +137,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(runs: Runs, ranks: int | None,
     assert without_state == {n for n in ours["parameters"] if ".indexer." in n}, "these never get a gradient"
 
 
-def test_a_single_file_goes_on_without_the_strategy(runs: Runs) -> None:
+def test_a_single_file_resumes_without_the_strategy(runs: Runs) -> None:
     """In fp32, so to rounding. With the strategy: `test_checkpoints.py`."""
     ours, unbroken = runs.resumed(None, "one_file", saved_by=2), runs(2, "one_file")
     assert runs.checkpoint(2, "one_file", 3).is_file()

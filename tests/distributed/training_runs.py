@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
@@ -205,7 +206,12 @@ class Runs:
         key = (self.folder(ranks).name, name)
         if key not in self.found:
             options = options_of(self.options, ranks, self.folder(ranks), name, kind)
-            self.found[key] = run(function, ranks, options=options, **arguments)[0]
+            try:
+                self.found[key] = run(function, ranks, options=options, **arguments)[0]
+            except pytest.fail.Exception as failure:
+                self.found[key] = failure
+        if isinstance(self.found[key], pytest.fail.Exception):
+            raise self.found[key]  # in every test that asks for this run, which is not made again
         return self.found[key]
 
     def __call__(self, ranks: int | None, check: str) -> dict[str, Any]:
