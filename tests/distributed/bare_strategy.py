@@ -1,29 +1,20 @@
-"""`EngramFSDPStrategy` without a trainer, for scripts that only save and load."""
+"""`EngramFSDPStrategy` without a trainer, for tests that only save and load."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 from lightning_modules.strategy import EngramFSDPStrategy
 
 
-def bare_strategy(store: Path, rank: int, ranks: int, sharded: bool = True) -> EngramFSDPStrategy:
-    """The strategy of one rank, in a group that finds itself by the file `store`."""
-    if not dist.is_initialized():
-        os.environ["LOCAL_RANK"] = str(rank)
-        dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
-    environment = LightningEnvironment()
-    environment.set_global_rank(rank)
-    environment.set_world_size(ranks)
+def bare_strategy(sharded: bool = True) -> EngramFSDPStrategy:
+    """The strategy of this forked rank."""
     strategy = EngramFSDPStrategy(save_distributed_checkpoint=sharded)
-    strategy.cluster_environment = environment
+    strategy.cluster_environment = TorchElasticEnvironment()
     strategy.parallel_devices = [torch.device("cpu")]
     strategy.checkpoint_io = AtomicCheckpointIO()
-    assert (strategy.global_rank, strategy.world_size) == (rank, ranks)
+    assert (strategy.global_rank, strategy.world_size) == (dist.get_rank(), dist.get_world_size())
     return strategy

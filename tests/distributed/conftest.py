@@ -1,35 +1,26 @@
-"""Launches of several ranks."""
+"""Trainings that several files compare."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from training_runs import Runs
+
+from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM
+from dsv41.checkpoint import save_released
+from lightning_modules.cli import get_cli
 
 
 @pytest.fixture(scope="session")
-def run_checks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, int], dict[str, list[float]]]:
-    """Run a script of checks by torchrun: ``run_checks(script, ranks)`` returns deviations per check and rank."""
-
-    def run(script: Path, ranks: int) -> dict[str, list[float]]:
-        out = tmp_path_factory.mktemp(script.stem) / "results.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run(
-            [*command, str(script), str(out)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
-        found: dict[str, list[float]] = json.loads(out.read_text())
-        assert all(len(values) == ranks for values in found.values())
-        return found
-
-    return run
+def runs(make_nano_args: Callable[[Path], list[str]], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs of the smallest configuration in float64."""
+    options = [*make_nano_args(tmp_path_factory.mktemp("options")), "--trainer.precision", "64-true"]
+    base = tmp_path_factory.mktemp("runs")
+    task = get_cli(options, run=False).model
+    torch.manual_seed(7)
+    model = DeepseekV41ForCausalLM(DeepseekV41Config(text_config=task.text_config), tokenizer=task.tokenizer)
+    save_released(model, base / "released", quantized=True)
+    return Runs(base, options, base / "released")

@@ -1,5 +1,5 @@
 """Muon of whole matrices is torch's own; what a sharded one takes from torch is its step. On ranks:
-`tests/distributed/training_checks.py`."""
+`tests/distributed/test_optimizer_rules.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Run by `test_failures.py`: a training of two ranks, started as a user would, in which one of them dies.
+"""A training of two ranks in which one of them dies, for `test_failures.py`.
 
-    python failure_checks.py RANK:PLACE [options of dsv41 fit]       (Lightning starts the other rank)
+    python failing_run.py RANK:PLACE [options of dsv41 fit]       (Lightning starts the other rank)
 
-PLACE is where: see `PLACES`.
+runs it as a user would start it. PLACE is where it dies: see `PLACES`.
 """
 
 from __future__ import annotations
@@ -84,15 +84,16 @@ PLACES: dict[str, Callable[[], None]] = {
 }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    victim, place = sys.argv[1].split(":")
+def train(what: str, options: list[str]) -> None:
+    """Fit in this rank; `what` is RANK:PLACE."""
+    victim, place = what.split(":")
     if os.environ.get("LOCAL_RANK", "0") == victim:
         PLACES[place]()
-    cli = get_cli(sys.argv[2:], run=False)
+    cli = get_cli(options, run=False)
     cli.trainer.callbacks += callbacks
     cli.trainer.fit(cli.model, cli.datamodule)
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    train(sys.argv[1], sys.argv[2:])
