@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from dsv41.files import discard, leftovers, plain_name, settle, whole_names
-from lightning_modules.callbacks.step_numbers import forget_logged_step, log_step_now
+from lightning_modules.training.step_numbers import forget_logged_step, log_step_now
 
 BEST_NAME = "best"
 _STEP_FILE = re.compile(r"^step-(\d+)\.ckpt$")
