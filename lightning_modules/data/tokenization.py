@@ -165,7 +165,8 @@ def _from_path(path: Path) -> PreTrainedTokenizerFast:
     backend = Tokenizer.from_file(str(file))
     settings = file.with_name("tokenizer_config.json")
     named: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    special, missing = {}, []
+    special: dict[str, Any] = {}
+    missing = []
     for role, usual in SPECIAL_TOKENS.items():
         token = named.get(role) or usual
         token = token["content"] if isinstance(token, dict) else token
@@ -177,6 +178,12 @@ def _from_path(path: Path) -> PreTrainedTokenizerFast:
             f"tokenizer {str(path)!r} has no {', '.join(missing)}; name them in tokenizer_config.json beside"
             " tokenizer.json, with tokens of its vocabulary"
         )
+    if file.name == "tokenizer.json" and settings.is_file():
+        # With the chat template, further special tokens, greatest length, ... that stand beside it.
+        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            file.parent, clean_up_tokenization_spaces=False, **special
+        )
+        return tokenizer
     return _with_special_tokens(file, special)
 
 
