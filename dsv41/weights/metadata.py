@@ -109,13 +109,22 @@ def write_beside(folder: Path, config: DeepseekV41Config, tokenizer: AnyTokenize
     GenerationConfig(**{name: getattr(config.text_config, name) for name in SPECIAL_IDS}).save_pretrained(folder)
     (folder / REMOTE_CODE_NAME).write_text(REMOTE_CODE, encoding="utf-8")
     if tokenizer is not None:
-        as_transformers(tokenizer).save_pretrained(folder)
+        _write_tokenizer(folder, as_transformers(tokenizer))
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("is_local", "local_files_only"):  # where transformers has read it from, not what it is
+        values.pop(name, None)
+    _write_json(path, values)
+
+
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def as_transformers(tokenizer: AnyTokenizer) -> PreTrainedTokenizerFast:
