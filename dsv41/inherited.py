@@ -164,7 +164,8 @@ class InheritedMethods(PreTrainedModel):
             if out.dtype == tensor.dtype:
                 return out
             if id(tensor) in buffers:
-                return tensor.to(out.device)
+                # Router biases: a float64 model has them wide, no cast makes them narrower than fp32.
+                return out if out.dtype in (torch.float32, torch.float64) else tensor.to(out.device)
             if out.dtype not in PARAMETER_DTYPES:
                 valid = ", ".join(str(kind).removeprefix("torch.") for kind in PARAMETER_DTYPES)
                 raise TypeError(f"dtype: parameters can be {valid}, not {str(out.dtype).removeprefix('torch.')}")

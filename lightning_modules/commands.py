@@ -32,6 +32,7 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantized", action="store_true", help="FP8 and FP4 weights as in the release")
     parser.add_argument("--max_shard_size", default="5GB", help="of a file (default 5GB)")
     parser.add_argument("--tokenizer", help="folder of the tokenizer, if the run's own is not beside the checkpoint")
+    parser.add_argument("--license", default="unknown", help="of the weights, such as apache-2.0 (default unknown)")
     return parser
 
 
@@ -87,6 +88,7 @@ def _export(args: list[str]) -> None:
         options.quantized,
         options.max_shard_size,
         options.tokenizer,
+        options.license,
     )
     size = f"{audit.bytes_written / 1e6:,.1f} MB in {len(audit.files)} file(s)"
     print(f"{audit.folder}: {len(audit.tensors)} tensors, {size}, with configuration, tokenizer and model card")

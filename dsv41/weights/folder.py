@@ -1,70 +1,21 @@
-"""What belongs beside the weights in a model's folder: configuration, tokenizer, model card."""
+"""Reading of a model's folder: its place, configuration and tokenizer, and the options of `from_pretrained`."""
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from dsv41.config import DeepseekV41Config
 from dsv41.inherited import PARAMETER_DTYPES
-from dsv41.model import DeepseekV41ForCausalLM
-
-if TYPE_CHECKING:
-    from dsv41.engram.token_map import AnyTokenizer
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAME = "tokenizer.json"
-
-# What config.json says about quantised weights, under DeepSeek's own keys. Reading goes by the files alone.
-RELEASED_QUANTIZATION = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "scale_fmt": "ue8m0",
-    "weight_block_size": [32, 32],
-    "expert_dtype": "fp4",
-}
-
-
-def describe(model: DeepseekV41ForCausalLM, dtype: torch.dtype | None) -> DeepseekV41Config:
-    """The configuration as it is written beside weights of `dtype` (None: the embedding's)."""
-    config = copy.deepcopy(model.config)
-    config.architectures = ["DeepseekV41ForCausalLM"]  # whatever fully_shard has renamed the model's class to
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    config.dtype = config.text_config.dtype = dtype or weight.dtype
-    forget_quantization(config)
-    return config
-
-
-def forget_quantization(config: DeepseekV41Config) -> None:
-    """Remove what a file said of its weights: in memory, and in what is written from there, they are plain floats."""
-    for part in (config, config.text_config):
-        part.__dict__.pop("quantization_config", None)
-
-
-def write_beside(folder: Path, config: DeepseekV41Config, tokenizer: AnyTokenizer | None, card: str | None) -> None:
-    """Write ``config.json``, the tokenizer and ``README.md`` into a folder."""
-    config.save_pretrained(folder)
-    if tokenizer is not None:
-        as_transformers(tokenizer).save_pretrained(folder)
-    if card is not None:
-        (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def as_transformers(tokenizer: AnyTokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer that transformers can save, around the same ids."""
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        return tokenizer
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def read_config(folder: Path) -> DeepseekV41Config:

@@ -20,13 +20,13 @@ from dsv41.weights.card import model_card
 from dsv41.weights.folder import (
     chosen_device,
     chosen_dtype,
-    forget_quantization,
     local_folder,
     read_config,
     refuse_save_options,
     require_own_choices,
     tokenizer_for,
 )
+from dsv41.weights.metadata import forget_file
 from dsv41.weights.names import held_tensors, owners
 from dsv41.weights.reading import load_released
 from dsv41.weights.saving import save_for_transformers
@@ -106,7 +106,7 @@ def from_pretrained(
     tokenizer = tokenizer or tokenizer_for(config, path)
     with torch.device("meta"):
         model = cls(config, backend, tokenizer)
-    forget_quantization(model.config)
+    forget_file(model.config)
     _settle_dtype(model, chosen)
     model.to_empty(device=device)
     initialize_parameters(model, 0.0, draw=False)

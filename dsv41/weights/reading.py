@@ -75,7 +75,7 @@ def _format_in_file(name: str, shape: tuple[int, ...], stored: StoredTensor) -> 
     if stored.dtype == "I8" and packable:
         return FP4_ROWS
     raise ValueError(
-        f"{name}: stored as {stored.dtype} in {stored.file.name}; it can be one of {', '.join(_FLOATS)}"
+        f"{name}: stored as {stored.dtype} in {stored.file}; it can be one of {', '.join(_FLOATS)}"
         + (", F8_E4M3" if len(shape) == 2 else "")
         + (", I8 (two FP4 values per byte)" if packable else "")
     )
@@ -88,7 +88,7 @@ def _source(name: str, shape: tuple[int, ...], stored: dict[str, StoredTensor]) 
     expected = shape if fmt is None else fmt.code_shape(shape)
     if weight.shape != expected:
         raise ValueError(
-            f"{name}: shape {list(weight.shape)} in {weight.file.name}, but the model has {list(shape)}"
+            f"{name}: shape {list(weight.shape)} in {weight.file}, but the model has {list(shape)}"
             + ("" if fmt is None or expected == shape else f", which is {list(expected)} as {fmt.name}")
         )
     if fmt is None:
@@ -96,11 +96,11 @@ def _source(name: str, shape: tuple[int, ...], stored: dict[str, StoredTensor]) 
     scale = stored.get(scale_name(name))
     if scale is None:
         raise ValueError(
-            f"{name}: stored as {weight.dtype} in {weight.file.name}, but its scales {scale_name(name)} are missing"
+            f"{name}: stored as {weight.dtype} in {weight.file}, but its scales {scale_name(name)} are missing"
         )
     if scale.dtype != "F8_E8M0" or scale.shape != fmt.scale_shape(shape):
         raise ValueError(
-            f"{scale_name(name)}: {scale.dtype} {list(scale.shape)} in {scale.file.name} does not fit its weight, "
+            f"{scale_name(name)}: {scale.dtype} {list(scale.shape)} in {scale.file} does not fit its weight, "
             f"which needs F8_E8M0 {list(fmt.scale_shape(shape))} ({fmt.name} of {list(shape)})"
         )
     return _Source(weight, fmt, scale)
@@ -122,8 +122,9 @@ def match_tensors(
     missing = sorted(set(slots) - set(stored))
     unexpected = sorted(set(stored) - set(slots) - scales - set(skipped))
     if missing or unexpected:
+        folder = next((f" of {tensor.file.parent}" for tensor in stored.values()), "")
         raise ValueError(
-            f"checkpoint does not fit the model: {len(missing)} tensors missing {missing[:5]}, "
+            f"checkpoint{folder} does not fit the model: {len(missing)} tensors missing {missing[:5]}, "
             f"{len(unexpected)} unexpected {unexpected[:5]}"
         )
     return {name: _source(name, slot.shape_in(held), stored) for name, slot in slots.items()}, skipped

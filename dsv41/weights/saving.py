@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dsv41.inherited import PARAMETER_DTYPES
 from dsv41.model import DeepseekV41ForCausalLM
-from dsv41.weights.folder import PARAMETER_DTYPES, RELEASED_QUANTIZATION, describe, write_beside
+from dsv41.weights.metadata import RELEASED_QUANTIZATION, describe, write_beside
 from dsv41.weights.names import format_of, held_tensors, module_slots, owners, released_slots, stored_dtype
 from dsv41.weights.writing import Item, SaveAudit, write_folder
 
@@ -60,12 +61,13 @@ def save_released(
         Item(name, slot, stored_dtype(name, held[slot.name].local.dtype, dtype), format_of(name) if quantized else None)
         for name, slot in released_slots(model).items()
     ]
-    config = describe(model, dtype)
+    tokenizer = tokenizer or model.tokenizer
+    config = describe(model, dtype, tokenizer)
     if quantized:
         config.quantization_config = dict(RELEASED_QUANTIZATION)
 
     def beside(partial: Path) -> None:
-        write_beside(partial, config, tokenizer or model.tokenizer, card)
+        write_beside(partial, config, tokenizer, card)
 
     return write_folder(Path(folder), items, held, owners(held), max_shard_size, beside)
 
@@ -92,10 +94,11 @@ def save_for_transformers(
         return dtype
 
     items = [Item(name, slot, dtype_of(name)) for name, slot in module_slots(model).items()]
-    config = describe(model, dtype)
+    tokenizer = tokenizer or model.tokenizer
+    config = describe(model, dtype, tokenizer)
 
     def beside(partial: Path) -> None:
-        write_beside(partial, config, tokenizer or model.tokenizer, card)
+        write_beside(partial, config, tokenizer, card)
 
     return write_folder(Path(folder), items, held, owners(held), max_shard_size, beside)
 

@@ -296,7 +296,17 @@ def _from_path(path: Path) -> PreTrainedTokenizerFast:
             f"data.tokenizer: {shown(path)} has no {', '.join(missing)}; name them in tokenizer_config.json beside"
             " tokenizer.json, with tokens of its vocabulary"
         )
-    tokenizer = _with_special_tokens(file, special)
+    settings = file.with_name("tokenizer_config.json")
+    try:
+        if file.name == "tokenizer.json" and settings.is_file():
+            # With the chat template, further special tokens, greatest length, ... that stand beside it.
+            tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+                file.parent, clean_up_tokenization_spaces=False, **special
+            )
+        else:
+            tokenizer = _with_special_tokens(file, special)
+    except Exception as error:  # transformers reads settings of any kind
+        raise ValueError(f"data.tokenizer: {shown(settings)}: {first_line(error)}") from error
     try:
         token_byte_lengths(tokenizer)
     except ValueError as error:

@@ -118,6 +118,7 @@ def export_checkpoint(
     quantized: bool = False,
     max_shard_size: str = "5GB",
     tokenizer: str | None = None,
+    license: str = "unknown",
 ) -> SaveAudit:
     """Write the weights of a checkpoint, with configuration, tokenizer and model card.
 
@@ -129,6 +130,7 @@ def export_checkpoint(
         quantized: FP8 and FP4 as in the release; "released" only.
         max_shard_size: Of a file.
         tokenizer: Folder of the tokenizer; None takes the run's.
+        license: Of the weights, in the card: an identifier of Hugging Face, such as "apache-2.0".
 
     Returns:
         What was written.
@@ -153,7 +155,7 @@ def export_checkpoint(
     if tokenizer is not None and found is None:
         raise FileNotFoundError(f"tokenizer: no tokenizer.json in {tokenizer}")
     model = model_of(checkpoint, found)
-    card = model_card(model, run_numbers(checkpoint.meta, run_directory(path)))
+    card = model_card(model, run_numbers(checkpoint.meta, run_directory(path)), license=license)
     if format == "hf":
         return save_for_transformers(model, folder, dtype, max_shard_size, card=card)
     return save_released(model, folder, dtype, quantized, max_shard_size, card=card)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +51,8 @@ class Promising(Stream):
     """Says three, whatever comes."""
 
     def __len__(self) -> int:
+        # Lightning warns of such streams once per process.
+        warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
         return 3
 
 

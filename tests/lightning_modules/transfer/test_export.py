@@ -13,12 +13,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from dsv41 import DeepseekV41ForCausalLM
 from dsv41.files import is_complete
 from lightning_modules import __main__ as entry
 from lightning_modules.cli import main
 from lightning_modules.transfer.export import export_checkpoint
+from lightning_modules.transfer.import_weights import import_folder
 
 Make = Callable[[Path], list[str]]
 
@@ -185,6 +187,45 @@ def test_another_tokenizer_is_refused(base: Path, tmp_path: Path, capsys: pytest
     shutil.copy(base / "released" / "tokenizer_config.json", other)
     args = ["export", "--ckpt_path", str(checkpoint_of(base)), "--output", str(tmp_path / "out")]
     assert "hashes another tokenizer" in error_of([*args, "--tokenizer", str(other)], capsys)
+
+
+@pytest.mark.parametrize("format", ["released", "hf"])
+def test_what_the_data_tokenizer_says_of_itself_reaches_the_export(
+    base: Path, nano_args: list[str], tmp_path: Path, format: str
+) -> None:
+    """By way of the run's directory: chat template, further special tokens, other roles, greatest length."""
+    source = tmp_path / "source"
+    shutil.copytree(base / "runs" / "nano" / "version_0" / "tokenizer", source)
+    template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    (source / "chat_template.jinja").write_text(template)
+    path = source / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"model_max_length": 48, "extra_special_tokens": ["a", "b"]}
+    settings["eos_token"], settings["pad_token"] = settings["pad_token"], settings["eos_token"]
+    path.write_text(json.dumps(settings))
+    main(["fit", *nano_args, "--data.tokenizer", str(source)])
+    export_checkpoint(str(checkpoint_of(tmp_path)), str(tmp_path / "out"), format, license="mit")  # type: ignore[arg-type]
+    live = AutoTokenizer.from_pretrained(source)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(saved, name) == getattr(live, name) == text[name] == generation[name], name
+    assert (saved.eos_token_id, saved.pad_token_id) == (2, 1)
+    assert text["engram_pad_token_id"] == 2, "a parameter of the hash"
+    assert saved.chat_template == live.chat_template == template
+    assert saved.model_max_length == live.model_max_length == 48
+    assert saved.all_special_tokens == live.all_special_tokens
+    assert {"a", "b"} <= set(saved.all_special_tokens)
+    assert saved.encode("abba <s>") == live.encode("abba <s>")
+    assert "license: mit" in (tmp_path / "out" / "README.md").read_text()
+    assert "tensors fit" in import_folder(tmp_path / "out", tmp_path / "finetune.yaml")
+
+
+def test_the_command_writes_the_licence(base: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    entry.main(["export", "--ckpt_path", str(checkpoint_of(base)), "--output", out, "--license", "apache-2.0"])
+    assert "license: apache-2.0" in (tmp_path / "out" / "README.md").read_text()
+    assert "license: unknown" in (base / "released" / "README.md").read_text()
 
 
 # ---------------------------------------------------------------- fine-tuning
