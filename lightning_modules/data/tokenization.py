@@ -301,7 +301,7 @@ def _from_path(path: Path) -> PreTrainedTokenizerFast:
         if file.name == "tokenizer.json" and settings.is_file():
             # With the chat template, further special tokens, greatest length, ... that stand beside it.
             tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
-                file.parent, clean_up_tokenization_spaces=False, **special
+                file.parent, clean_up_tokenization_spaces=False, **cast(dict[str, Any], special)
             )
         else:
             tokenizer = _with_special_tokens(file, special)
