@@ -250,7 +250,9 @@ def logged() -> dict[str, float]:
     throughput.device_peak = lambda device, dtype: 1e9 * (dist.get_rank() + 1)
     trainer = train("64-true", "engram_fsdp", 2, UpdateRatio(), rates)
     assert rates.utilisation_per_token is not None
-    ratios = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("update_ratio/")}
+    ratios = {
+        name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("within/update_ratio/")
+    }
     return ratios | {"utilisation": rates.utilisation_per_token, "ratios": len(ratios)}
 
 
@@ -259,23 +261,23 @@ def number_of_ratios() -> float:
 
 
 def ratio_in_total() -> float:
-    return logged()["update_ratio/total"]
+    return logged()["within/update_ratio/total"]
 
 
 def ratio_of_engram_tables() -> float:
-    return logged()["update_ratio/engram_tables"]
+    return logged()["within/update_ratio/engram_tables"]
 
 
 def ratio_of_mhc() -> float:
-    return logged()["update_ratio/mhc"]
+    return logged()["within/update_ratio/mhc"]
 
 
 def ratio_of_router() -> float:
-    return logged()["update_ratio/router"]
+    return logged()["within/update_ratio/router"]
 
 
 def ratio_of_rest() -> float:
-    return logged()["update_ratio/rest"]
+    return logged()["within/update_ratio/rest"]
 
 
 def utilisation_per_token() -> float:

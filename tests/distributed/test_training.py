@@ -185,7 +185,7 @@ def without_rates(found: dict[str, list[tuple[int, float]]]) -> dict[str, list[t
 def test_curves_in_the_event_files_are_the_same(launches: Path, launch: str, check: str) -> None:
     ours, plain = (without_rates(curves(launches, name, check)) for name in (launch, "plain"))
     needed = {"train/loss", "train/grad_norm", "train/tokens", "val/loss", "val/perplexity"}
-    needed |= {f"grad_norm/{part}" for part in ("engram_tables", "mhc", "router", "rest")}
+    needed |= {f"within/grad_norm/{part}" for part in ("engram_tables", "mhc", "router", "rest")}
     assert ours.keys() == plain.keys() >= needed
     for tag, values in plain.items():
         assert [step for step, _ in ours[tag]] == [step for step, _ in values]
