@@ -1,6 +1,5 @@
 """Draw the loss curves of runs, read from their TensorBoard files.
 
-    pip install -e ".[plots]"
     python benchmarks/plot_curves.py runs/tiny/version_0 --out docs/loss_curves.png
 
 Training loss is one optimizer step's mean over its tokens; validation loss is over the whole validation text; the
@@ -25,6 +24,16 @@ def scalars(run: Path, tag: str) -> tuple[list[int], list[float]]:
     return [event.step + 1 for event in events], [event.value for event in events]
 
 
+def unigram_entropy(run: Path) -> float | None:
+    """Nats per token, from the text that a run leaves in its event files; None without."""
+    reader = EventAccumulator(str(run), size_guidance={"tensors": 0})
+    reader.Reload()
+    tag = "within/constants/unigram_entropy/text_summary"
+    if tag not in reader.Tags()["tensors"]:
+        return None
+    return float(reader.Tensors(tag)[-1].tensor_proto.string_val[0].split()[0])
+
+
 def main() -> None:
     """Parse the command line and write the picture."""
     import matplotlib
@@ -37,7 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="PNG to write")
     arguments = parser.parse_args()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    entropy: list[float] = []
+    entropy: float | None = None
     for index, run in enumerate(arguments.runs):
         steps, values = scalars(run, "train/loss")
         if not steps:
@@ -46,9 +55,9 @@ def main() -> None:
         axes.plot(steps, values, color=colour, alpha=0.35, linewidth=1, label=f"{label}: training")
         steps, values = scalars(run, "val/loss")
         axes.plot(steps, values, color=colour, marker="o", label=f"{label}: validation")
-        entropy = scalars(run, "val/unigram_entropy")[1] or entropy
-    if entropy:
-        axes.axhline(entropy[-1], color="black", linestyle=":", label="unigram entropy of the validation text")
+        entropy = unigram_entropy(run) or entropy
+    if entropy is not None:
+        axes.axhline(entropy, color="black", linestyle=":", label="unigram entropy of the validation text")
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -16,6 +16,7 @@ from lightning_modules.data import TextDataModule
 from lightning_modules.data.tokenization import DEEPSEEK_VOCAB_SIZE, load_tokenizer
 from lightning_modules.optim.groups import OptimizerConfig
 from lightning_modules.task import DeepseekV41Task
+from lightning_modules.text import plain_table, readable_count, readable_size
 
 
 class Parsed(DeepseekV41CLI):
@@ -77,34 +78,6 @@ def compute_bytes(strategy: Any) -> int:
     return 2 if options is not None and options.get("mixed_precision") == "bf16" else 4
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as needed, the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-
-
-def readable_size(count: float) -> str:
-    """Bytes for people, in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"
-
-
-def readable_count(count: float) -> str:
-    for unit in ("", " k", " M", " G"):
-        if count < 1000:
-            return f"{count:,.1f}{unit}"
-        count /= 1000
-    return f"{count:,.1f} T"
-
-
 def parameter_lines(config: DeepseekV41TextConfig, parameters: dict[str, Any]) -> list[str]:
     """Parameters by part, and those that one token reads."""
     counts = dict.fromkeys([*(part for part, _ in PARTS), "other"], 0)
@@ -116,7 +89,7 @@ def parameter_lines(config: DeepseekV41TextConfig, parameters: dict[str, Any]) -
     rows = [("parameters", "all", "share", "read by a token")]
     rows += [(part, f"{count:,}", f"{count / total:.1%}", f"{active[part]:,}") for part, count in counts.items()]
     rows.append(("together", f"{total:,}", "100.0%", f"{sum(active.values()):,}"))
-    return table(rows)
+    return plain_table(rows)
 
 
 def operation_lines(config: DeepseekV41TextConfig, lengths: Sequence[int]) -> list[str]:
@@ -129,7 +102,7 @@ def operation_lines(config: DeepseekV41TextConfig, lengths: Sequence[int]) -> li
         for part in parts
     ]
     rows.append(("together", *(readable_count(sum(f.training for f in found[s].values()) / s) for s in lengths)))
-    return table(rows)
+    return plain_table(rows)
 
 
 def byte_lines(held: RankBytes, world_size: int, memory: int | None) -> list[str]:
@@ -143,7 +116,7 @@ def byte_lines(held: RankBytes, world_size: int, memory: int | None) -> list[str
     if held.gathered:
         rows.append(("gathered weights while computing", readable_size(held.gathered)))
     rows.append(("together, without activations", readable_size(held.total)))
-    lines = table(rows)
+    lines = plain_table(rows)
     if held.engram_rows:
         lines.append("Engram rows per rank: " + ", ".join(f"{rows:,}" for rows in held.engram_rows))
     if memory is not None:

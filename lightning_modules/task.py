@@ -218,7 +218,7 @@ class DeepseekV41Task(L.LightningModule):
         """The optimizer and its schedule, stepped once per optimizer step."""
         optimizer = build_optimizer(self, self.optimizer_config)
         schedule = build_schedule(optimizer, self.schedule_config, self.trainer.estimated_stepping_batches)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "train/lr"}}
 
     # ------------------------------------------------------------------ training
 
@@ -329,7 +329,7 @@ class DeepseekV41Task(L.LightningModule):
         self._log_step(step)
         self.log("train/grad_norm", norm.float())
         for part in norms.squares:
-            self.log(f"grad_norm/{part}", norms.norm((part,)).float())
+            self.log(f"within/grad_norm/{part}", norms.norm((part,)).float())
         # Not `self.clip_gradients`: with bf16-mixed, Lightning refuses any fused optimizer, though it unscales nothing.
         if gradient_clip_val:
             if gradient_clip_algorithm == "value":
@@ -351,8 +351,8 @@ class DeepseekV41Task(L.LightningModule):
         if config.router_balance_loss_weight > 0:
             self.log("train/balance_loss", (step.balance / live / config.num_hidden_layers).float())
         busiest = imbalance(step.load.sum(1))
-        self.log("experts/imbalance", busiest.mean().float())
-        self.log("experts/imbalance_worst", busiest.max().float())
+        self.log("within/experts/imbalance", busiest.mean().float())
+        self.log("within/experts/imbalance_worst", busiest.max().float())
 
     # ------------------------------------------------------------------ evaluation
 

@@ -32,7 +32,7 @@ from lightning_modules.ablation.running import (
     threads_per_job,
 )
 from lightning_modules.ablation.study import BASE, Study, read_study
-from lightning_modules.inspecting import readable_count, table
+from lightning_modules.text import plain_table, readable_count
 
 
 def dry_run(plan: Plan) -> str:
@@ -48,7 +48,7 @@ def dry_run(plan: Plan) -> str:
             warnings += [text for text in [warning(planned.variant.name, match, achieved)] if text]
         counts = f"{cost.parameters:,}", f"{cost.active:,}", readable_count(cost.flops)
         cells.append((planned.variant.name, *counts, note))
-    lines = [f"study {plan.study.name}, written to {plan.study.output}", "", *table(cells), *warnings, ""]
+    lines = [f"study {plan.study.name}, written to {plan.study.output}", "", *plain_table(cells), *warnings, ""]
     lines += ["what changes: " + (", ".join(plan.switches()) or "nothing"), ""]
     width = max(len(run.name) for run in plan.runs)
     for run in plan.runs:
@@ -110,13 +110,9 @@ def write_all(plan: Plan, jobs: int) -> str:
     for record in records:
         write_hparams(record, plan.switches())
     write_layout(output, plan.study.name)
-    said = []
-    try:
-        draw(records, BASE, output / "curves.png")
-        files.append(output / "curves.png")
-    except ImportError as error:
-        said.append(str(error))
-    return "\n".join([text, *said, *(str(file) for file in files), f"curves: tensorboard --logdir {output}"])
+    draw(records, BASE, output / "curves.png")
+    files.append(output / "curves.png")
+    return "\n".join([text, *(str(file) for file in files), f"curves: tensorboard --logdir {output}"])
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

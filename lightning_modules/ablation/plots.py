@@ -1,4 +1,4 @@
-"""Curves as pictures; matplotlib comes with the extra [plots]."""
+"""Pictures of a study's curves."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw(records: Sequence[Record], base: str, path: Path) -> None:
-    """Save `curves` as PNG.
-
-    Raises:
-        ImportError: As `curves`.
-    """
+    """Save `curves` as PNG."""
     figure = curves(records, base)
     with written_whole(path) as partial:
         figure.savefig(partial, format="png", dpi=120)
@@ -29,14 +25,9 @@ def draw(records: Sequence[Record], base: str, path: Path) -> None:
 def curves(records: Sequence[Record], base: str) -> Figure:
     """Validation loss by step, with a band from the lowest to the highest seed; beside it the paired difference to the
     base with its 95% interval.
-
-    Raises:
-        ImportError: There is no matplotlib; says how to get it.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError('pictures need matplotlib: pip install -e ".[plots]"') from None
+    from matplotlib.figure import Figure  # takes a second
+
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     groups = group(records)

@@ -13,18 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_modules.ablation.curves import TRAIN_LOSS
 from lightning_modules.ablation.plan import Plan, Run
 from lightning_modules.ablation.running import Job, finished
+from lightning_modules.text import duration
 
 INTERVAL = 2.0  # seconds between looks at event files
 PARTS = 10  # lines per run in a file, at most
 PAUSE = 10.0  # seconds between two of them, at least
-
-
-def duration(seconds: float) -> str:
-    """For people."""
-    minutes = round(seconds / 60)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 class _Watched:

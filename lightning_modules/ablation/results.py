@@ -14,7 +14,7 @@ from dsv41.files import written_whole
 from lightning_modules.ablation.cost import Cost
 from lightning_modules.ablation.curves import Record
 from lightning_modules.ablation.intervals import Interval, interval, paired
-from lightning_modules.inspecting import readable_count
+from lightning_modules.text import markdown_table, readable_count
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,8 @@ def markdown(rows: Sequence[Row], base: str, notes: Sequence[str] = ()) -> str:
         )
         for row in rows
     ]
-    lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
-    lines += [f"| {' | '.join(row)} |" for row in cells]
-    if notes:
-        lines += ["", *(f"- {note}" for note in notes)]
-    return "\n".join(lines) + "\n"
+    below = "\n" + "".join(f"- {note}\n" for note in notes) if notes else ""
+    return markdown_table(titles, cells) + below
 
 
 def notes_on(rows: Sequence[Row], base: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a model without context would reach on the validation text, to compare the curve with."""
+"""Unigram baseline: the loss of a model without context on the validation text, to compare the curve with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
+from lightning_modules.insight.drawing import show_constant
+
 
 class UnigramBaseline(Callback):
     """Prints the data's sizes and unigram entropy at the start, and the last validation loss beside it at the end.
 
-    The entropy is logged as ``val/unigram_entropy`` (nats per token), a flat line beside ``val/loss``. Data modules
-    without `unigram_entropy` and runs without validation rows are left alone.
+    The entropy, in nats per token, is a result ``val/unigram_entropy`` of every validation. As it stays the same in a
+    run, it is no curve but the text ``within/constants/unigram_entropy`` in TensorBoard. Data modules without
+    `unigram_entropy` and runs without validation rows are left alone.
     """
 
     def __init__(self) -> None:
@@ -32,11 +35,13 @@ class UnigramBaseline(Callback):
                 f"unigram entropy of the validation text: {self.entropy:.4f} nats per token, "
                 f"{data.unigram_bits_per_byte('val'):.4f} bits per byte"
             )
+            show_constant(trainer, "unigram_entropy", f"{self.entropy:.4f} nats per token")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the flat line at the same steps as the validation loss."""
+        """Leave the entropy beside the validation loss."""
         if self.entropy is not None:
-            pl_module.log("val/unigram_entropy", self.entropy, sync_dist=True, reduce_fx="max")  # equal on all ranks
+            # Equal on all ranks.
+            pl_module.log("val/unigram_entropy", self.entropy, sync_dist=True, reduce_fx="max", logger=False)
 
     @rank_zero_only
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

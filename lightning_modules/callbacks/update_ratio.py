@@ -1,4 +1,4 @@
-"""How far a step moves the weights, as a share of their size."""
+"""Update ratio: the size of a step's change of the weights relative to theirs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor, nn
 
 from dsv41.cost import watched_part
 from dsv41.ranks import local_rows
+from lightning_modules.insight.hooks import log_details
 from lightning_modules.optim.row_adam import rows_hit
 from lightning_modules.training.gradients import PARTS
 
 
 class _Before(NamedTuple):
-    """What a step may change of one parameter, as it was.
+    """Values of one parameter before a step.
 
     Attributes:
-        part: What the ratio is shown under.
+        part: Name of the ratio that it counts in.
         parameter: The parameter.
-        rows: Which of this rank's rows are meant, int64 [R]; None is all of them.
+        rows: This rank's rows that the values are of, int64 [R]; None is all of them.
         values: Their copy.
     """
 
@@ -53,8 +54,8 @@ def _copy(name: str, parameter: nn.Parameter) -> _Before:
 
 
 class UpdateRatio(Callback):
-    """Logs ``|w_after - w_before| / |w_before|`` of optimizer steps as ``update_ratio/total`` and, for the parts that
-    `dsv41.cost.watched_part` knows, as ``update_ratio/engram_tables`` and so on.
+    """Logs ``|w_after - w_before| / |w_before|`` of optimizer steps as ``within/update_ratio/total`` and, for the parts
+    that `dsv41.cost.watched_part` knows, as ``within/update_ratio/engram_tables`` and so on.
 
     Norms are over all ranks, in float64, so the numbers do not depend on how many there are. Parameters that have no
     gradient take no part (frozen ones, and a frozen indexer's). Of an Engram table with a row-sparse gradient, only the
@@ -81,13 +82,13 @@ class UpdateRatio(Callback):
         self._before: list[_Before] | None = None  # None between steps that are looked at
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget what a run that failed inside a step has left."""
+        """Forget the copies of a run that failed inside a step."""
         self._before = None
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Copy what the step is about to change: gradients are there, and nothing has been updated yet."""
+        """Copy the values that the step is about to change: gradients are there, and nothing has been updated yet."""
         if self.every_n_steps == 0 or (trainer.global_step + 1) % self.every_n_steps:
             return
         if trainer._logger_connector.should_update_logs:
@@ -112,6 +113,7 @@ class UpdateRatio(Callback):
         named = dict(zip(PARTS, total.tolist(), strict=True)) | {"total": total.sum(0).tolist()}
         ratios = {name: math.sqrt(change / size) for name, (change, size) in named.items() if size > 0}
         # Not `pl_module.log`, which repeats its last value at each logged step.
-        trainer._logger_connector.log_metrics(
-            {f"update_ratio/{name}": torch.tensor(ratio, dtype=torch.float64) for name, ratio in ratios.items()}
+        log_details(
+            trainer,
+            {f"update_ratio/{name}": torch.tensor(ratio, dtype=torch.float64) for name, ratio in ratios.items()},
         )

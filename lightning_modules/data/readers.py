@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,9 @@ def opened(file: Path) -> Iterator[io.BufferedReader]:
 
 def _zstd(file: Path) -> Any:
     try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
+        return import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError as error:
         raise ImportError(f"reading {shown(file)} needs backports.zstd: pip install -e '.[zst]'") from error
-    return zstd
 
 
 def kind_of(file: Path) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -301,7 +302,7 @@ def _from_path(path: Path) -> PreTrainedTokenizerFast:
         if file.name == "tokenizer.json" and settings.is_file():
             # With the chat template, further special tokens, greatest length, ... that stand beside it.
             tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
-                file.parent, clean_up_tokenization_spaces=False, **cast(dict[str, Any], special)
+                file.parent, clean_up_tokenization_spaces=False, **dict[str, Any](special)
             )
         else:
             tokenizer = _with_special_tokens(file, special)

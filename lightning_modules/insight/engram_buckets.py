@@ -1,7 +1,8 @@
-"""How well do hashing and tables serve the text? Collisions in validation, rows that training has reached."""
+"""Buckets of the Engram tables: how n-grams of a text share them, and which of their rows training has reached."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import lightning.pytorch as L
@@ -12,11 +13,13 @@ from torch import Tensor
 from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.model import DeepseekV41Block
 from dsv41.ranks import local_rows
+from lightning_modules.insight.drawing import show_constant
 from lightning_modules.insight.hooks import ValidationObserver, log, log_details, over_ranks
+from lightning_modules.text import markdown_table
 
 
 class Buckets(NamedTuple):
-    """How distinct n-grams lie in the buckets of one column.
+    """Distinct n-grams in the buckets of one column.
 
     Attributes:
         distinct: Different n-grams.
@@ -104,20 +107,61 @@ def chance_of_collision(distinct: int, buckets: int) -> float:
     return -torch.expm1((distinct - 1) * torch.log1p(torch.tensor(-1.0 / buckets, dtype=torch.float64))).item()
 
 
+def fills_of_batches(
+    hashing: DeepseekV41NgramHash, batches: Iterable[Mapping[str, Tensor]]
+) -> list[tuple[Column, Buckets]]:
+    """`fills_of` the live tokens of batches.
+
+    Args:
+        hashing: Gives the columns.
+        batches: At least one with a live token; `input_ids` and `attention_mask`, int64 [B, S].
+
+    Raises:
+        ValueError: There is no batch.
+    """
+    ngrams, rows = [], []
+    for batch in batches:
+        ids = batch["input_ids"].to(hashing.token_map.device)
+        live = batch["attention_mask"].to(ids.device).bool()
+        ngrams.append(hashing.ngrams(ids, live)[live])
+        rows.append(hashing(ids, live)[live])
+    if not ngrams:
+        raise ValueError("batches: must be at least 1, got 0")
+    return fills_of(hashing, torch.cat(ngrams), torch.cat(rows))
+
+
+def fill_table(fills: Sequence[tuple[Column, Buckets]]) -> str:
+    """Markdown of `fills_of`: a line per column."""
+    titles = ("column", "buckets", "different n-grams", "per bucket", "in the fullest", "colliding", "by chance")
+    rows = [
+        (
+            column.name.replace("_", " "),
+            column.buckets,
+            found.distinct,
+            f"{found.distinct / column.buckets:.3f}",
+            found.fullest,
+            f"{found.colliding / found.distinct:.1%}",
+            f"{chance_of_collision(found.distinct, column.buckets):.1%}",
+        )
+        for column, found in fills
+    ]
+    return markdown_table(titles, rows)
+
+
 class EngramMemory(ValidationObserver):
     """Logs how n-grams share the rows of Engram tables, and how many rows training has reached.
 
-    For each column (layer, size of n-grams, head), over the tokens of the first validation batches, counting each
-    n-gram of compressed ids once: ``engram_load/layer_N_2gram_head_H``, different n-grams per bucket;
-    ``engram_fullest/...``, how many are in the fullest bucket; ``engram_collisions/...``, the share of n-grams that are
-    not alone in theirs. ``val/engram_collisions`` is the mean, ``val/engram_collisions_chance`` what a perfect hash
-    would have. The more tokens are looked at, the more n-grams there are, so that the numbers of two runs compare only
-    over the same `batches` of the same text.
+    Over the tokens of the first validation batches, each n-gram of compressed ids counts once. Text and hash stay the
+    same in a run, so they are counted once: the text ``within/constants/engram_buckets`` in TensorBoard has the table
+    `fill_table`, a line per column (layer, size of n-grams, head). ``within/engram_collisions`` is the mean share of
+    n-grams that are not alone in their bucket, ``within/engram_collisions_chance`` that of a perfect hash; both are
+    shown by ``dsv41 validate``, and no curves of fit. The more tokens are looked at, the more n-grams there are, so
+    that two runs compare only over the same `batches` of the same text.
 
-    ``engram_rows_used/...`` is the share of a column's rows that a step of training has updated so far, and
-    ``val/engram_rows_used`` that of all rows. It is read from what the optimizer counts for each row (`RowAdam`, so it
-    needs ``optimizer.tables: rows``), is saved and resumed with it on any number of ranks, and costs training nothing.
-    Where nothing trains, or tables are trained otherwise, it is not logged.
+    ``within/engram_rows_used/layer_N_2gram_head_H`` is the share of a column's rows that a step of training has updated
+    so far, and ``within/engram_rows_used`` that of all rows. It is read from what the optimizer counts for each row
+    (`RowAdam`, so it needs ``optimizer.tables: rows``), is saved and resumed with it on any number of ranks, and costs
+    training nothing. Where nothing trains, or tables are trained otherwise, it is not logged.
 
     Args:
         batches: Validation batches that are looked at; 0 switches all of it off.
@@ -127,22 +171,30 @@ class EngramMemory(ValidationObserver):
         super().__init__(batches)
         self._hash: DeepseekV41NgramHash | None = None
         self._given: list[tuple[Tensor, Tensor]] = []
+        self._counted = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Count anew: it may be another text."""
+        self._counted = False
 
     def listen(self, pl_module: L.LightningModule) -> None:
-        """See what is hashed."""
+        """See the arguments of the hash, until its buckets are counted."""
         self._hash, self._given = None, []
         for module in pl_module.modules():
             if isinstance(module, DeepseekV41NgramHash):
                 self._hash = module
-                self.before(module, lambda arguments: self._given.append((arguments[0], arguments[1])))
+                if not self._counted:
+                    self.before(module, lambda arguments: self._given.append((arguments[0], arguments[1])))
 
     def report(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the numbers of all ranks, which each of them counts: n-grams can only be told apart together."""
         if self._hash is None:
             return
-        ngrams, rows = self._of_all_ranks(trainer, self._hash)
-        if len(ngrams):
-            self._report_buckets(trainer, pl_module, fills_of(self._hash, ngrams, rows))
+        if not self._counted:
+            ngrams, rows = self._of_all_ranks(trainer, self._hash)
+            if len(ngrams):
+                self._report_buckets(trainer, pl_module, fills_of(self._hash, ngrams, rows))
+                self._counted = True
         if trainer.state.fn == TrainerFn.FITTING:
             self._report_rows(trainer, pl_module, self._hash)
 
@@ -163,16 +215,11 @@ class EngramMemory(ValidationObserver):
     def _report_buckets(
         self, trainer: L.Trainer, pl_module: L.LightningModule, fills: list[tuple[Column, Buckets]]
     ) -> None:
-        shares, chances, details = [], [], dict[str, float]()
-        for column, found in fills:
-            shares.append(found.colliding / found.distinct)
-            chances.append(chance_of_collision(found.distinct, column.buckets))
-            details[f"engram_load/{column.name}"] = found.distinct / column.buckets
-            details[f"engram_fullest/{column.name}"] = found.fullest
-            details[f"engram_collisions/{column.name}"] = shares[-1]
-        log_details(trainer, details)
-        log(pl_module, "val/engram_collisions", sum(shares) / len(shares))
-        log(pl_module, "val/engram_collisions_chance", sum(chances) / len(chances))
+        shares = [found.colliding / found.distinct for _, found in fills]
+        chances = [chance_of_collision(found.distinct, column.buckets) for column, found in fills]
+        log(pl_module, "engram_collisions", sum(shares) / len(shares), constant=True)
+        log(pl_module, "engram_collisions_chance", sum(chances) / len(chances), constant=True)
+        show_constant(trainer, "engram_buckets", fill_table(fills))
 
     def _report_rows(self, trainer: L.Trainer, pl_module: L.LightningModule, hashing: DeepseekV41NgramHash) -> None:
         columns = columns_of(hashing)
@@ -199,4 +246,4 @@ class EngramMemory(ValidationObserver):
             trainer,
             {f"engram_rows_used/{name}": used[i] / buckets for i, (name, _, buckets) in enumerate(columns)},
         )
-        log(pl_module, "val/engram_rows_used", used[:-1].sum() / sum(buckets for _, _, buckets in columns))
+        log(pl_module, "engram_rows_used", used[:-1].sum() / sum(buckets for _, _, buckets in columns))

@@ -1,4 +1,4 @@
-"""Where do tokens go? Load of the experts, from validation."""
+"""Load of the experts in validation: how evenly tokens go to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv41.model import DeepseekV41Block
 from dsv41.moe import imbalance
-from lightning_modules.insight.drawing import colour_bar, drawing_boards, heat_map, new_axes, show
+from lightning_modules.insight.drawing import boards, colour_bar, heat_map, new_axes, show
 from lightning_modules.insight.hooks import ValidationObserver, log, log_details, over_ranks
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def load_entropy(load: Tensor) -> Tensor:
 
 
 def load_picture(load: Tensor) -> Figure:
-    """Load of the experts [layers, E] as a multiple of its layer's mean; what is above 3 looks like 3."""
+    """Picture of the load of experts [layers, E] as a multiple of its layer's mean; above 3 it looks like 3."""
     relative = (load.double() / load.double().mean(-1, keepdim=True)).cpu().numpy()
     layers, experts = relative.shape
     size = min(15.0, 1.5 + 0.3 * experts), min(15.0, 0.5 + 0.25 * layers)
@@ -42,15 +42,15 @@ def load_picture(load: Tensor) -> Figure:
 class ExpertLoad(ValidationObserver):
     """Logs how evenly the tokens of the first validation batches go to the experts.
 
-    ``expert_imbalance/layer_N`` is the busiest expert's load over the mean (1 is even), ``expert_idlest/layer_N`` the
-    idlest one's, ``expert_entropy/layer_N`` is `load_entropy`; ``val/expert_imbalance`` and ``val/expert_entropy`` are
-    the means over layers. Text and image tokens count together, padding does not. The picture ``expert_load`` has the
-    load of every expert.
+    ``within/expert_imbalance/layer_N`` is the busiest expert's load over the mean (1 is even),
+    ``within/expert_idlest/layer_N`` the idlest one's, ``within/expert_entropy/layer_N`` is `load_entropy`;
+    ``within/expert_imbalance`` and ``within/expert_entropy`` are the means over layers. Text and image tokens count
+    together, padding does not. The picture ``within/expert_load`` has the load of every expert.
 
     Args:
         batches: Validation batches that are looked at; 0 switches it off. Loads are results of the model, so looking
             costs an addition.
-        pictures: Draw, where matplotlib is installed.
+        pictures: Draw.
     """
 
     def __init__(self, batches: int = 4, pictures: bool = True) -> None:
@@ -59,7 +59,7 @@ class ExpertLoad(ValidationObserver):
         self._loads: list[Tensor] = []
 
     def listen(self, pl_module: L.LightningModule) -> None:
-        """See what each layer says of its routing."""
+        """See the routing report of each layer."""
         self._loads = []
         blocks = [module for module in pl_module.modules() if isinstance(module, DeepseekV41Block)]
         for layer, block in enumerate(blocks):
@@ -67,7 +67,7 @@ class ExpertLoad(ValidationObserver):
             self._loads.append(torch.zeros(count, dtype=torch.int64, device=pl_module.device))
             self.after(block.ffn, partial(self._add, layer))
 
-    def _add(self, layer: int, result: tuple[Tensor, Any]) -> None:
+    def _add(self, layer: int, _: tuple[Any, ...], result: tuple[Tensor, Any]) -> None:
         self._loads[layer] += result[1].load.sum(0)
 
     def report(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -84,7 +84,7 @@ class ExpertLoad(ValidationObserver):
             trainer,
             {f"expert_{kind}/layer_{i}": value for kind, values in kinds.items() for i, value in enumerate(values)},
         )
-        log(pl_module, "val/expert_imbalance", worst.mean())
-        log(pl_module, "val/expert_entropy", entropy.mean())
-        if self.pictures and drawing_boards(trainer):
+        log(pl_module, "expert_imbalance", worst.mean())
+        log(pl_module, "expert_entropy", entropy.mean())
+        if self.pictures and boards(trainer):
             show(trainer, "expert_load", load_picture(load))

@@ -1,9 +1,12 @@
-"""What the mixing matrices of all sites do together to the residual streams (mHC, arXiv:2512.24880)."""
+"""Mixing matrices of the residual streams: their gain over depth, and how doubly stochastic they are (mHC,
+arXiv:2512.24880)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as L
 import numpy as np
@@ -11,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from dsv41.hyper_connections import HyperConnection
-from dsv41.model import DeepseekV41Block
-from lightning_modules.insight.drawing import Array, colour_bar, drawing_boards, heat_map, new_axes, show
-from lightning_modules.insight.hooks import ValidationObserver, log, log_details, over_ranks
+from dsv41.model import DeepseekV41Block, DeepseekV41ForCausalLM
+from dsv41.ops.mixing import sinkhorn
+from lightning_modules.insight.drawing import Array, boards, colour_bar, heat_map, new_axes, show
+from lightning_modules.insight.hooks import Taps, ValidationObserver, log, log_details, over_ranks, watch
+from lightning_modules.text import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +27,7 @@ _FORWARD, _BACKWARD = range(2)
 
 
 def mixing_sites(model: nn.Module) -> list[tuple[str, HyperConnection]]:
-    """The sites of a model that mix streams, in their order: ``layer_N_attention``, ``layer_N_experts``."""
+    """Sites of a model that mix streams, in their order: ``layer_N_attention``, ``layer_N_experts``."""
     return [
         (f"layer_{block.attn.layer_idx}_{kind}", site)
         for block in model.modules()
@@ -46,8 +51,121 @@ def composite_gains(product: Tensor) -> Tensor:
 
 
 def sinkhorn_residual(comb: Tensor) -> Tensor:
-    """How far matrices [..., C_in, C_out] are from being doubly stochastic: the largest deviation of a sum from 1."""
+    """Largest deviation from 1 of a row's or column's sum in matrices [..., C_in, C_out]: 0 is doubly stochastic."""
     return torch.maximum((comb.sum(-1) - 1).abs().amax(), (comb.sum(-2) - 1).abs().amax())
+
+
+class Mixers(NamedTuple):
+    """The mixing matrices of a batch.
+
+    Attributes:
+        sites: ``layer_N_attention``, ``layer_N_experts``, in the order of the model.
+        combs: Of the live tokens, float64 [sites, T, C_in, C_out].
+    """
+
+    sites: list[str]
+    combs: Tensor
+
+
+def mixers_of(model: DeepseekV41ForCausalLM, batch: Mapping[str, Tensor]) -> Mixers:
+    """Mixing matrices of all sites for the tokens of a batch.
+
+    Args:
+        model: Built.
+        batch: `input_ids` and `attention_mask`, int64 [B, S].
+
+    Raises:
+        ValueError: The model has one ordinary stream, and nothing to mix.
+    """
+    sites = mixing_sites(model)
+    if not sites:
+        raise ValueError("model.config.residual: must be 'mhc' or 'hyper_connections' for streams to mix, got 'plain'")
+    combs: list[Tensor] = []
+
+    def listen(taps: Taps) -> None:
+        for _, site in sites:
+            taps.after(site, lambda _, made: combs.append(made[3]))
+
+    watch(model, batch, listen)
+    live = batch["attention_mask"].bool()
+    return Mixers([name for name, _ in sites], torch.stack([comb[live].double().cpu() for comb in combs]))
+
+
+def matrix_table(comb: Tensor) -> str:
+    """Markdown: a mixing matrix [C_in, C_out] in numbers, with the sums of its rows and columns."""
+    streams = range(comb.shape[1])
+    rows = [
+        (f"stream {stream}", *(f"{value:.5f}" for value in row), f"**{sum(row):.5f}**")
+        for stream, row in enumerate(comb.tolist())
+    ]
+    sums = ("sum", *(f"**{value:.5f}**" for value in comb.sum(0).tolist()), "")
+    return markdown_table(("from, to", *(f"stream {stream}" for stream in streams), "sum"), [*rows, sums])
+
+
+def sinkhorn_residuals(
+    iterations: Sequence[int],
+    spreads: Sequence[float],
+    streams: int = 4,
+    matrices: int = 1000,
+    eps: float = 1e-6,
+    seed: int = 0,
+) -> Tensor:
+    """`sinkhorn_residual` of Sinkhorn's result for random logits.
+
+    Args:
+        iterations: Numbers of rounds to try.
+        spreads: Standard deviations of the logits to try.
+        streams: Rows and columns of a matrix.
+        matrices: That are drawn for each spread.
+        eps: See `sinkhorn`.
+        seed: Of the draws.
+
+    Returns:
+        float64 [spreads, iterations], the largest over the matrices.
+
+    Raises:
+        ValueError: A number of iterations is not positive.
+    """
+    if min(iterations) < 1:
+        raise ValueError(f"iterations: must be at least 1, got {min(iterations)}")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(matrices, streams, streams, generator=generator, dtype=torch.float64)
+    return torch.stack(
+        [
+            torch.stack([sinkhorn_residual(sinkhorn(spread * drawn, rounds, eps)) for rounds in iterations])
+            for spread in spreads
+        ]
+    )
+
+
+def gains_over_depth(combs: Tensor) -> Tensor:
+    """`composite_gains` of the product of all mixers up to each site.
+
+    Args:
+        combs: As `Mixers.combs`, [sites, T, C_in, C_out].
+
+    Returns:
+        [sites, T, 2]: forward, backward.
+    """
+    return torch.stack([composite_gains(product) for product in accumulate(combs, torch.matmul)])
+
+
+def stream_norms(model: DeepseekV41ForCausalLM, batch: Mapping[str, Tensor]) -> Tensor:
+    """Root mean square of each stream before the first block and after each block, means over live tokens.
+
+    Args:
+        model: Built.
+        batch: `input_ids` and `attention_mask`, int64 [B, S].
+
+    Returns:
+        float64 [layers + 1, C].
+    """
+    with torch.no_grad():
+        out = model(
+            batch["input_ids"], attention_mask=batch["attention_mask"], logits_to_keep=1, output_hidden_states=True
+        )
+    live = batch["attention_mask"].bool()
+    return torch.stack([streams[live].double().square().mean(-1).sqrt().mean(0).cpu() for streams in out.hidden_states])
 
 
 def comb_picture(combs: Array, title: str = "mixing of streams, mean over tokens") -> Figure:
@@ -91,17 +209,17 @@ def gain_picture(means: Array, worst: Array, sites: list[str]) -> Figure:
 class StreamMixers(ValidationObserver):
     """Logs how stable the mixing of residual streams is, over the tokens of the first validation batches.
 
-    The mixers of all sites multiplied, token by token, give `composite_gains`: ``val/forward_gain`` and
-    ``val/backward_gain`` are means over tokens, ``..._worst`` the largest of a token. 1 is neither growth nor decay,
-    and what doubly stochastic mixers have. ``val/sinkhorn_residual`` is `sinkhorn_residual` over all sites and tokens,
-    and ``sinkhorn_residual/layer_N_attention`` (or ``_experts``) that of a site. The pictures are ``mixers/comb``, the
-    mean matrices, and ``mixers/gain``, the gains up to each site. A plain residual has no mixers, and nothing is
-    logged.
+    The mixers of all sites multiplied, token by token, give `composite_gains`: ``within/forward_gain`` and
+    ``within/backward_gain`` are means over tokens, ``..._worst`` the largest of a token. 1 is neither growth nor decay,
+    and what doubly stochastic mixers have. ``within/sinkhorn_residual`` is `sinkhorn_residual` over all sites and
+    tokens, and ``within/sinkhorn_residual/layer_N_attention`` (or ``_experts``) that of a site. The pictures are
+    ``within/mixers/comb``, the mean matrices, and ``within/mixers/gain``, the gains up to each site. A plain residual
+    has no mixers, and nothing is logged.
 
     Args:
         batches: Validation batches that are looked at; 0 switches it off. Each costs a product of C x C matrices per
             site and token, in float64.
-        pictures: Draw, where matplotlib is installed.
+        pictures: Draw.
     """
 
     def __init__(self, batches: int = 2, pictures: bool = True) -> None:
@@ -124,7 +242,7 @@ class StreamMixers(ValidationObserver):
         self._worst = torch.zeros(len(self._sites), 2, **shape)
         self._residual = torch.zeros(len(self._sites), **shape)
 
-    def _add(self, index: int, result: tuple[Any, ...]) -> None:
+    def _add(self, index: int, _: tuple[Any, ...], result: tuple[Any, ...]) -> None:
         comb = result[3][self.batch["attention_mask"].bool()].double()
         self._product = comb if index == 0 else self._product @ comb
         if len(comb) == 0:  # a rank that has padding alone
@@ -149,12 +267,12 @@ class StreamMixers(ValidationObserver):
         worst = over_ranks(trainer, self._worst, "max")
         residual = over_ranks(trainer, self._residual, "max")
         for way, name in ((_FORWARD, "forward"), (_BACKWARD, "backward")):
-            log(pl_module, f"val/{name}_gain", means[-1, way])
-            log(pl_module, f"val/{name}_gain_worst", worst[-1, way])
-        log(pl_module, "val/sinkhorn_residual", residual.max())
+            log(pl_module, f"{name}_gain", means[-1, way])
+            log(pl_module, f"{name}_gain_worst", worst[-1, way])
+        log(pl_module, "sinkhorn_residual", residual.max())
         log_details(
             trainer, {f"sinkhorn_residual/{site}": value for site, value in zip(self._sites, residual, strict=True)}
         )
-        if self.pictures and drawing_boards(trainer):
+        if self.pictures and boards(trainer):
             show(trainer, "mixers/comb", comb_picture(combs.cpu().numpy()))
             show(trainer, "mixers/gain", gain_picture(means.cpu().numpy(), worst.cpu().numpy(), self._sites))

@@ -1,4 +1,4 @@
-"""What passes through a model in one forward: shapes, owners of what layers share, and keys that queries read."""
+"""Shapes of the tensors in one forward, and owners of what layers share."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dsv41.attention import AttentionCore
 from dsv41.model import DeepseekV41ForCausalLM
-from dsv41.ops.dense_attention import window_mask
-from dsv41.ops.selection import membership, visible_positions
-from dsv41.schedule import LayerPlan, layer_plans
+from dsv41.schedule import LayerPlan
 from lightning_modules.insight.drawing import heat_map, new_axes
-from lightning_modules.notebook.taps import See, watch
+from lightning_modules.insight.hooks import Taps, watch
+from lightning_modules.text import markdown_table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # ------------------------------------------------------------------ shapes
@@ -29,10 +26,10 @@ class Shape(NamedTuple):
     """A tensor of the forward.
 
     Attributes:
-        part: Where it is made or read.
-        tensor: What it is.
+        part: Part of the model that makes or reads it.
+        tensor: Its name.
         axes: Names of its axes: letters of docs/ARCHITECTURE.md, else fields of the configuration; "engrams" counts
-            Engram layers, "columns" the n-gram hashes of a position, and "B*S" is both in one.
+            Engram layers, "columns" the n-gram hashes of a position, "B*S" is batch and sequence in one axis.
         shape: Their sizes.
         dtype: Of its elements.
         layers: Blocks in which there is such a tensor; empty outside of blocks.
@@ -46,7 +43,7 @@ class Shape(NamedTuple):
     layers: tuple[int, ...]
 
 
-class _Tap(NamedTuple):
+class _Site(NamedTuple):
     part: str
     module: str
     tensor: str
@@ -55,46 +52,50 @@ class _Tap(NamedTuple):
 
 
 _BLOCK = "model.layers.{layer}"
-# In the order in which they come to be.
-_TAPS = (
-    _Tap("input", "model.embed_tokens", "token ids", "B S", lambda given, made: given[0]),
-    _Tap("input", "model.embed_tokens", "embedding", "B S H", lambda given, made: made),
-    _Tap("input", "model.engram_hash", "table rows of n-grams", "B S engrams columns", lambda given, made: made),
-    _Tap("input", "model.layers.0", "residual streams", "B S C H", lambda given, made: given[0]),
-    _Tap("input", "model.layers.0", "first mixture to read", "B S C", lambda given, made: given[1]),
-    _Tap("Engram", f"{_BLOCK}.engram.embed", "memory", "B S columns engram_head_dim", lambda given, made: made),
-    _Tap("Engram", f"{_BLOCK}.engram", "streams with memory", "B S C H", lambda given, made: made),
-    _Tap("mHC, attention", f"{_BLOCK}.attn_hc", "read from streams", "B S H", lambda given, made: made[0]),
-    _Tap("mHC, attention", f"{_BLOCK}.attn_hc", "pre: mixture for the next site", "B S C", lambda given, made: made[1]),
-    _Tap("mHC, attention", f"{_BLOCK}.attn_hc", "post: weights to write with", "B S C", lambda given, made: made[2]),
-    _Tap("mHC, attention", f"{_BLOCK}.attn_hc", "comb: mixing of streams", "B S C C", lambda given, made: made[3]),
-    _Tap("attention", f"{_BLOCK}.attn.q_norm", "query latent", "B S q_lora_rank", lambda given, made: made),
-    _Tap("attention", f"{_BLOCK}.attn.core", "queries", "B S num_attention_heads D", lambda given, made: given[0]),
-    _Tap("attention", f"{_BLOCK}.attn.core", "window KV", "B S D", lambda given, made: given[1]),
-    _Tap("attention", f"{_BLOCK}.attn.compressor", "latent, made here", "B T D", lambda given, made: made),
-    _Tap("attention", f"{_BLOCK}.attn.core", "compressed KV", "B T D", lambda given, made: given[2]),
-    _Tap("attention", f"{_BLOCK}.attn.indexer", "index keys", "B T index_head_dim", lambda given, made: given[2]),
-    _Tap("attention", f"{_BLOCK}.attn.indexer", "pool of candidate blocks", "B S N", lambda given, made: made[1]),
-    _Tap("attention", f"{_BLOCK}.attn.core", "selection", "B S K", lambda given, made: given[3]),
-    _Tap("attention", f"{_BLOCK}.attn.core", "attended", "B S num_attention_heads D", lambda given, made: made[0]),
-    _Tap("attention", f"{_BLOCK}.attn", "result", "B S H", lambda given, made: made[0]),
-    _Tap("mHC, experts", f"{_BLOCK}.ffn_hc", "streams, written", "B S C H", lambda given, made: given[0]),
-    _Tap("mHC, experts", f"{_BLOCK}.ffn_hc", "read from streams", "B S H", lambda given, made: made[0]),
-    _Tap("router", f"{_BLOCK}.ffn.gate", "scores", "B*S n_routed_experts", lambda given, made: made.scores),
-    _Tap("router", f"{_BLOCK}.ffn.gate", "chosen experts", "B*S num_experts_per_tok", lambda given, made: made.experts),
-    _Tap("experts", f"{_BLOCK}.ffn.experts", "routed, summed", "B*S H", lambda given, made: made),
-    _Tap("experts", f"{_BLOCK}.ffn.shared_experts", "shared", "B*S H", lambda given, made: made),
-    _Tap("experts", f"{_BLOCK}.ffn", "result", "B S H", lambda given, made: made[0]),
-    _Tap("end of the block", _BLOCK, "streams, written", "B S C H", lambda given, made: made[0]),
-    _Tap("end of the block", _BLOCK, "mixture for the next block", "B S C", lambda given, made: made[1]),
-    _Tap("output", "model.norm", "read from streams", "B S H", lambda given, made: given[0]),
-    _Tap("output", "model.norm", "normed", "B S H", lambda given, made: made),
-    _Tap("output", "", "logits", "B S V", lambda given, made: made.logits),
+# In the order of the computation.
+_SITES = (
+    _Site("input", "model.embed_tokens", "token ids", "B S", lambda given, made: given[0]),
+    _Site("input", "model.embed_tokens", "embedding", "B S H", lambda given, made: made),
+    _Site("input", "model.engram_hash", "table rows of n-grams", "B S engrams columns", lambda given, made: made),
+    _Site("input", "model.layers.0", "residual streams", "B S C H", lambda given, made: given[0]),
+    _Site("input", "model.layers.0", "first mixture to read", "B S C", lambda given, made: given[1]),
+    _Site("Engram", f"{_BLOCK}.engram.embed", "memory", "B S columns engram_head_dim", lambda given, made: made),
+    _Site("Engram", f"{_BLOCK}.engram", "streams with memory", "B S C H", lambda given, made: made),
+    _Site("mHC, attention", f"{_BLOCK}.attn_hc", "read from streams", "B S H", lambda given, made: made[0]),
+    _Site(
+        "mHC, attention", f"{_BLOCK}.attn_hc", "pre: mixture for the next site", "B S C", lambda given, made: made[1]
+    ),
+    _Site("mHC, attention", f"{_BLOCK}.attn_hc", "post: weights to write with", "B S C", lambda given, made: made[2]),
+    _Site("mHC, attention", f"{_BLOCK}.attn_hc", "comb: mixing of streams", "B S C C", lambda given, made: made[3]),
+    _Site("attention", f"{_BLOCK}.attn.q_norm", "query latent", "B S q_lora_rank", lambda given, made: made),
+    _Site("attention", f"{_BLOCK}.attn.core", "queries", "B S num_attention_heads D", lambda given, made: given[0]),
+    _Site("attention", f"{_BLOCK}.attn.core", "window KV", "B S D", lambda given, made: given[1]),
+    _Site("attention", f"{_BLOCK}.attn.compressor", "latent, made here", "B T D", lambda given, made: made),
+    _Site("attention", f"{_BLOCK}.attn.core", "compressed KV", "B T D", lambda given, made: given[2]),
+    _Site("attention", f"{_BLOCK}.attn.indexer", "index keys", "B T index_head_dim", lambda given, made: given[2]),
+    _Site("attention", f"{_BLOCK}.attn.indexer", "pool of candidate blocks", "B S N", lambda given, made: made[1]),
+    _Site("attention", f"{_BLOCK}.attn.core", "selection", "B S K", lambda given, made: given[3]),
+    _Site("attention", f"{_BLOCK}.attn.core", "attended", "B S num_attention_heads D", lambda given, made: made[0]),
+    _Site("attention", f"{_BLOCK}.attn", "result", "B S H", lambda given, made: made[0]),
+    _Site("mHC, experts", f"{_BLOCK}.ffn_hc", "streams, written", "B S C H", lambda given, made: given[0]),
+    _Site("mHC, experts", f"{_BLOCK}.ffn_hc", "read from streams", "B S H", lambda given, made: made[0]),
+    _Site("router", f"{_BLOCK}.ffn.gate", "scores", "B*S n_routed_experts", lambda given, made: made.scores),
+    _Site(
+        "router", f"{_BLOCK}.ffn.gate", "chosen experts", "B*S num_experts_per_tok", lambda given, made: made.experts
+    ),
+    _Site("experts", f"{_BLOCK}.ffn.experts", "routed, summed", "B*S H", lambda given, made: made),
+    _Site("experts", f"{_BLOCK}.ffn.shared_experts", "shared", "B*S H", lambda given, made: made),
+    _Site("experts", f"{_BLOCK}.ffn", "result", "B S H", lambda given, made: made[0]),
+    _Site("end of the block", _BLOCK, "streams, written", "B S C H", lambda given, made: made[0]),
+    _Site("end of the block", _BLOCK, "mixture for the next block", "B S C", lambda given, made: made[1]),
+    _Site("output", "model.norm", "read from streams", "B S H", lambda given, made: given[0]),
+    _Site("output", "model.norm", "normed", "B S H", lambda given, made: made),
+    _Site("output", "", "logits", "B S V", lambda given, made: made.logits),
 )
 
 
 def shapes(model: DeepseekV41ForCausalLM, batch: Mapping[str, Tensor]) -> list[Shape]:
-    """The tensors of one forward, as they pass the borders of its modules.
+    """Tensors of one forward, as its modules take and return them.
 
     Args:
         model: Built.
@@ -104,44 +105,43 @@ def shapes(model: DeepseekV41ForCausalLM, batch: Mapping[str, Tensor]) -> list[S
         In the order of the computation; blocks whose tensor is alike share an entry.
     """
     modules = dict(model.named_modules())
-    found: list[dict[tuple[tuple[int, ...], torch.dtype], list[int]]] = [{} for _ in _TAPS]
+    found: list[dict[tuple[tuple[int, ...], torch.dtype], list[int]]] = [{} for _ in _SITES]
 
     def note(number: int, layer: int | None, given: tuple[Any, ...], made: Any) -> None:
-        tensor = _TAPS[number].pick(given, made)
+        tensor = _SITES[number].pick(given, made)
         if tensor is not None:
             layers = found[number].setdefault((tuple(tensor.shape), tensor.dtype), [])
             layers += [] if layer is None else [layer]
 
-    taps: list[tuple[nn.Module, See]] = []
-    for number, tap in enumerate(_TAPS):
-        for layer in model.config.text_config.layers if _BLOCK in tap.module else (None,):
-            module = modules.get(tap.module.format(layer=layer))
-            if module is not None:
-                taps.append((module, partial(note, number, layer)))
-    watch(model, batch, taps)
+    def listen(taps: Taps) -> None:
+        for number, site in enumerate(_SITES):
+            for layer in model.config.text_config.layers if _BLOCK in site.module else (None,):
+                module = modules.get(site.module.format(layer=layer))
+                if module is not None:
+                    taps.after(module, partial(note, number, layer))
+
+    watch(model, batch, listen)
     return [
-        Shape(tap.part, tap.tensor, tuple(tap.axes.split()), shape, dtype, tuple(layers))
-        for tap, alike in zip(_TAPS, found, strict=True)
+        Shape(site.part, site.tensor, tuple(site.axes.split()), shape, dtype, tuple(layers))
+        for site, alike in zip(_SITES, found, strict=True)
         for (shape, dtype), layers in alike.items()
     ]
 
 
 def shapes_table(rows: Sequence[Shape]) -> str:
     """Markdown of `shapes`."""
-    lines = ["| part | tensor | axes | shape | type | layers |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        axes, sizes = ", ".join(row.axes), ", ".join(map(str, row.shape))
-        kind, layers = str(row.dtype).removeprefix("torch."), ", ".join(map(str, row.layers))
-        lines.append(f"| {row.part} | {row.tensor} | `[{axes}]` | `[{sizes}]` | {kind} | {layers} |")
-    return "\n".join(lines) + "\n"
-
-
-def parameters_table(counts: Mapping[str, int]) -> str:
-    """Markdown of `dsv41.cost.parameters_by_part`."""
-    total = sum(counts.values())
-    lines = ["| part | parameters | share |", "|---|---:|---:|"]
-    lines += [f"| {part} | {count:,} | {count / total:.1%} |" for part, count in counts.items()]
-    return "\n".join([*lines, f"| together | {total:,} | 100.0% |"]) + "\n"
+    cells = [
+        (
+            row.part,
+            row.tensor,
+            f"`[{', '.join(row.axes)}]`",
+            f"`[{', '.join(map(str, row.shape))}]`",
+            str(row.dtype).removeprefix("torch."),
+            ", ".join(map(str, row.layers)),
+        )
+        for row in rows
+    ]
+    return markdown_table(("part", "tensor", "axes", "shape", "type", "layers"), cells, align="llllll")
 
 
 # ------------------------------------------------------------------ who owns what
@@ -157,7 +157,8 @@ _COLOURS = 12  # of the palette; neighbouring owners differ
 
 
 def schedule_picture(plans: Sequence[LayerPlan]) -> Figure:
-    """Layers across, what they share down: coloured by the layer that owns it, empty where a layer has no use for it.
+    """Picture of `layer_plans`: layers across, shared tensors down, coloured by the owner, empty where a layer reads
+    none.
 
     Args:
         plans: Of `dsv41.schedule.layer_plans`.
@@ -192,156 +193,4 @@ def schedule_picture(plans: Sequence[LayerPlan]) -> Figure:
     axes.set_yticks(np.arange(0.5, len(_SHARED) - 1), minor=True)
     axes.grid(which="minor", color="white", linewidth=2)
     axes.tick_params(which="both", length=0)
-    return figure
-
-
-# ------------------------------------------------------------------ which keys are read
-
-
-class Attended(NamedTuple):
-    """What an attention core is given in a forward.
-
-    Attributes:
-        plan: Of its layer.
-        core: Attends.
-        q, kv, compressed, selection, token_mask: See `AttentionCore.forward`.
-    """
-
-    plan: LayerPlan
-    core: AttentionCore
-    q: Tensor
-    kv: Tensor
-    compressed: Tensor | None
-    selection: Tensor | None
-    token_mask: Tensor
-
-
-def attended(model: DeepseekV41ForCausalLM, batch: Mapping[str, Tensor]) -> list[Attended]:
-    """What the attention of each layer is given in one forward.
-
-    Args:
-        model: Built.
-        batch: `input_ids` and `attention_mask`, [B, S].
-    """
-    found: list[Attended] = []
-    taps: list[tuple[nn.Module, See]] = []
-    for plan, block in zip(layer_plans(model.config.text_config), model.model.layers, strict=True):
-        core: Any = block.attn.core
-
-        def see(given: tuple[Any, ...], _: Any, plan: LayerPlan = plan, core: AttentionCore = core) -> None:
-            found.append(Attended(plan, core, *given))
-
-        taps.append((core, see))
-    watch(model, batch, taps)
-    return found
-
-
-class KeyMask(NamedTuple):
-    """Which keys the first queries of a row read.
-
-    Attributes:
-        plan: Of the layer.
-        raw: Bool [queries, queries], the window.
-        compressed: Bool [queries, positions], the selection; without positions where the layer sees none.
-    """
-
-    plan: LayerPlan
-    raw: Tensor
-    compressed: Tensor
-
-    @property
-    def share(self) -> float:
-        """Keys read, over those that dense causal attention of the same queries would read."""
-        live = int(self.raw.any(-1).sum())
-        return int(self.raw.sum() + self.compressed.sum()) / (live * (live + 1) // 2)
-
-
-def key_masks(seen: Sequence[Attended], tokens: int = 48, row: int = 0) -> list[KeyMask]:
-    """The mask of each layer's attention.
-
-    Args:
-        seen: Of `attended`.
-        tokens: Queries, from the first of the row.
-        row: Of the batch.
-
-    Raises:
-        ValueError: `row` or `tokens` is out of range, or there is nothing but padding.
-    """
-    rows, length = seen[0].token_mask.shape
-    if not 0 <= row < rows:
-        raise ValueError(f"row: must lie in 0..{rows - 1}, got {row}")
-    if not 1 <= tokens <= length:
-        raise ValueError(f"tokens: must lie in 1..{length}, got {tokens}")
-    if not seen[0].token_mask[row, 0]:
-        raise ValueError(f"row: {row} is padding alone")
-    masks = []
-    for one in seen:
-        live = one.token_mask[row : row + 1]
-        raw = (window_mask(live, one.core.window or length)[0] & live.mT)[:tokens, :tokens]
-        compressed = raw[:, :0]
-        if one.compressed is not None and one.selection is not None:
-            chosen = membership(one.selection[row], one.compressed.shape[1]) & live.mT
-            compressed = chosen[:tokens, : tokens // one.plan.ratio]
-        masks.append(KeyMask(one.plan, raw, compressed))
-    return masks
-
-
-_KINDS = {
-    1: ("earlier, not read", "0.88"),
-    2: ("raw position, read", "tab:blue"),
-    3: ("compressed position, read", "tab:orange"),
-}
-_GAP = 3  # columns between raw and compressed positions
-
-
-def _draw_mask(axes: Axes, raw: Tensor, compressed: Tensor, ratio: int, title: str) -> None:
-    from matplotlib.colors import ListedColormap
-
-    tokens, positions = compressed.shape
-    earlier = torch.ones_like(raw).tril() & raw.any(-1, keepdim=True)
-    left = torch.where(raw, 2, earlier.long())
-    ended = visible_positions(tokens, positions, max(ratio, 1), raw.device) & raw.any(-1, keepdim=True)
-    right = torch.where(compressed, 3, ended.long())
-    both = torch.cat((left, left.new_zeros(tokens, _GAP), right), dim=1).cpu().numpy()
-    colours = ListedColormap(["white", *(colour for _, colour in _KINDS.values())])
-    axes.imshow(both, cmap=colours, vmin=0, vmax=3, interpolation="nearest")
-    step = 16 if tokens > 32 else 4
-    marks, ends = range(0, tokens, step), range(0, positions, step)
-    axes.set_xticks([*marks, *(tokens + _GAP + end for end in ends)], [*map(str, marks), *map(str, ends)], fontsize=7)
-    axes.set_yticks(marks, [str(mark) for mark in marks], fontsize=7)
-    axes.set_ylabel("query", fontsize=7)
-    axes.set_xlabel("raw positions, then compressed positions" if positions else "raw positions", fontsize=7)
-    axes.set_title(title, fontsize=8)
-    axes.spines[:].set_visible(False)
-
-
-def masks_picture(masks: Sequence[KeyMask]) -> Figure:
-    """Queries down, keys across, a panel per layer; the first panel is dense causal attention.
-
-    Args:
-        masks: Of `key_masks`, at least one.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    across = 2
-    down = -(-(len(masks) + 1) // across)
-    figure = Figure(figsize=(10.5, 0.6 + 2.9 * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False).flatten()
-    live = masks[0].raw.any(-1)
-    dense = torch.ones_like(masks[0].raw).tril() & live.unsqueeze(-1)
-    _draw_mask(panels[0], dense, dense[:, :0], 0, "dense causal attention: 100% of its keys")
-    for axes, mask in zip(panels[1:], masks, strict=False):
-        ratio = f", ratio {mask.plan.ratio}" if mask.plan.ratio else ""
-        title = f"layer {mask.plan.layer}, {mask.plan.role}{ratio}: {mask.share:.0%} of the keys of dense attention"
-        _draw_mask(axes, mask.raw, mask.compressed, mask.plan.ratio, title)
-    for axes in panels[len(masks) + 1 :]:
-        axes.set_axis_off()
-    figure.legend(
-        handles=[Patch(facecolor=colour, label=name) for name, colour in _KINDS.values()],
-        loc="outside upper center",
-        ncols=len(_KINDS),
-        fontsize=8,
-        frameon=False,
-    )
     return figure

@@ -239,14 +239,18 @@ def logged() -> tuple[dict[str, float], float]:
     throughput.device_peak = lambda device, dtype: 1e9 * (dist.get_rank() + 1)
     trainer = train("64-true", "engram_fsdp", 2, UpdateRatio(), rates)
     assert rates.utilisation_per_token is not None
-    ratios = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("update_ratio/")}
+    ratios = {
+        name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("within/update_ratio/")
+    }
     return ratios, rates.utilisation_per_token
 
 
 def test_update_ratios_and_peaks_of_two_ranks_are_those_of_one() -> None:
     """Ratios do not depend on the number of ranks; peaks, which are 1 and 2 GFLOPs per second, add up."""
     ((alone, utilisation),) = run(logged, 1)
-    assert alone.keys() == {f"update_ratio/{part}" for part in ("total", "engram_tables", "mhc", "router", "rest")}
+    assert alone.keys() == {
+        f"within/update_ratio/{part}" for part in ("total", "engram_tables", "mhc", "router", "rest")
+    }
     assert min(alone.values()) > 0
     for ratios, share in run(logged, 2):
         assert ratios == pytest.approx(alone, rel=1e-9)

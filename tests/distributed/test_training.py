@@ -94,7 +94,7 @@ def test_curves_in_the_event_files_are_the_same(runs: Runs, ranks: int, check: s
     runs(ranks, check), runs(None, check)
     ours, plain = (without_rates(runs.curves(number, check)) for number in (ranks, None))
     needed = {"train/loss", "train/grad_norm", "train/tokens", "val/loss", "val/perplexity"}
-    needed |= {f"grad_norm/{part}" for part in ("engram_tables", "mhc", "router", "rest")}
+    needed |= {f"within/grad_norm/{part}" for part in ("engram_tables", "mhc", "router", "rest")}
     assert ours.keys() == plain.keys() >= needed
     for tag, values in plain.items():
         assert [step for step, _ in ours[tag]] == [step for step, _ in values]

@@ -190,7 +190,9 @@ def test_image_biases_move_by_the_load_of_images(tiny_config: MakeConfig, golden
     logged = fit(task, make_batches(2)[1:], watch).callback_metrics
     live = watch.live[0]
     busiest = [max(load) * EXPERTS / sum(load) for load in (watch.load(0, layer) for layer in range(LAYERS))]
-    assert float(logged["experts/imbalance"]) == pytest.approx(sum(busiest) / LAYERS, rel=1e-6), "both kinds together"
+    assert float(logged["within/experts/imbalance"]) == pytest.approx(sum(busiest) / LAYERS, rel=1e-6), (
+        "both kinds together"
+    )
     for kind, mask in (("bias", live & ~images.flatten()), ("bias_vl", live & images.flatten())):
         watch.live[0] = mask
         expected = [moved_by_hand([0.0] * EXPERTS, watch.load(0, layer)) for layer in range(LAYERS)]
@@ -551,7 +553,7 @@ def test_a_resumed_run_equals_the_unbroken_one(unbroken: Path, nano_args: list[s
         assert same_bits(whole[part], broken[part]), part
     assert any(value.any() for name, value in whole["state_dict"].items() if name.endswith("gate.bias"))
     curves = [scalars(run) for run in (unbroken, resumed)]
-    for tag in ("train/loss", "train/indexer_loss", "train/balance_loss", "experts/imbalance"):
+    for tag in ("train/loss", "train/indexer_loss", "train/balance_loss", "within/experts/imbalance"):
         assert sorted(curves[0][tag]) == [0, 1, 2, 3], tag
         assert curves[1][tag] == {at: value for at, value in curves[0][tag].items() if at >= step}, tag
 
@@ -659,13 +661,13 @@ def test_the_curves_show_what_the_steps_have_counted(nano_cli: Callable[..., Dee
         busiest = load.amax(-1) / load.mean(-1)
         assert curves["train/indexer_loss"][step] == pytest.approx(sum(numbers.indexer[pair]) / live / 2, rel=1e-5)
         assert curves["train/balance_loss"][step] == pytest.approx(sum(numbers.balance[pair]) / live / 4, rel=1e-5)
-        assert curves["experts/imbalance"][step] == pytest.approx(float(busiest.mean()), rel=1e-6)
-        assert curves["experts/imbalance_worst"][step] == pytest.approx(float(busiest.max()), rel=1e-6)
+        assert curves["within/experts/imbalance"][step] == pytest.approx(float(busiest.mean()), rel=1e-6)
+        assert curves["within/experts/imbalance_worst"][step] == pytest.approx(float(busiest.max()), rel=1e-6)
         assert float(busiest.max()) > float(busiest.mean()) > 1
-    recall = {"val/indexer_recall", "val/indexer_recall_chance", "val/indexer_recall_best"}
-    recall |= {"indexer_recall/layer_1", "indexer_recall/layer_3"}
-    assert {tag for tag in curves if "recall" in tag} == recall
-    assert 0 < curves["val/indexer_recall"][2] < curves["val/indexer_recall_best"][2] < 1
+    recall = {"within/indexer_recall", "within/indexer_recall_best"}
+    recall |= {"within/indexer_recall/layer_1", "within/indexer_recall/layer_3"}
+    assert {tag for tag in curves if "recall" in tag} == recall, "chance does not change"
+    assert 0 < curves["within/indexer_recall"][2] < curves["within/indexer_recall_best"][2] < 1
     assert not any(block.attn.core._forward_pre_hooks for block in cli.model.built.model.layers)
     # The last validation of fit was one of the last parameters, whatever has been trained since the one before.
     again = cli.trainer.validate(cli.model, cli.datamodule, verbose=False)[0]
@@ -675,4 +677,4 @@ def test_the_curves_show_what_the_steps_have_counted(nano_cli: Callable[..., Dee
 def test_curves_of_what_is_not_trained_are_not_drawn(plain: Path) -> None:
     tags = set(scalars(plain))
     assert not tags & {"train/indexer_loss", "train/balance_loss"}
-    assert tags >= {"experts/imbalance", "experts/imbalance_worst"}
+    assert tags >= {"within/experts/imbalance", "within/experts/imbalance_worst"}

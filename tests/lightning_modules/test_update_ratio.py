@@ -67,7 +67,7 @@ class ByHand(L.Callback):
                 sums[0] += float((new - old).square().sum())
                 sums[1] += float(old.square().sum())
         for part, (change, size) in squares.items():
-            self.found.setdefault(f"update_ratio/{part}", {})[trainer.global_step - 1] = (change / size) ** 0.5
+            self.found.setdefault(f"within/update_ratio/{part}", {})[trainer.global_step - 1] = (change / size) ** 0.5
         self.before = {}
 
 
@@ -80,7 +80,7 @@ def ratios(folder: Path) -> Curves:
     """Curves of the first run under `folder`: by tag and step."""
     events = EventAccumulator(str(folder / "runs" / "nano" / "version_0"))
     events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("update_ratio/")]
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("within/update_ratio/")]
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
 
 
@@ -110,7 +110,7 @@ def test_sgd_moves_weights_by_what_is_logged(
     by_hand = ByHand(rows_alone=options != DENSE)
     cli.trainer.callbacks.insert(0, by_hand)  # type: ignore[attr-defined]
     fit_sgd(cli)
-    assert list(by_hand.found["update_ratio/total"]) == [0, 1, 2]
+    assert list(by_hand.found["within/update_ratio/total"]) == [0, 1, 2]
     matches(ratios(tmp_path), by_hand.found)
     assert options == DENSE or max(by_hand.hit_shares) < 1, "rows that are not read have to matter"
 
@@ -125,7 +125,7 @@ def test_adam_moves_weights_by_what_is_logged(
     cli.trainer.fit(cli.model, cli.datamodule)
     found = ratios(tmp_path)
     matches(found, by_hand.found)
-    assert set(found) == {f"update_ratio/{part}" for part in ("total", "engram_tables", "mhc", "router", "rest")}
+    assert set(found) == {f"within/update_ratio/{part}" for part in ("total", "engram_tables", "mhc", "router", "rest")}
 
 
 def test_frozen_parameters_take_no_part(nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_frozen_parameters_take_no_part(nano_cli: Callable[..., DeepseekV41CLI],
     cli.trainer.fit(cli.model, cli.datamodule)
     found = ratios(tmp_path)
     matches(found, by_hand.found)
-    assert "update_ratio/router" not in found
+    assert "within/update_ratio/router" not in found
 
 
 class Weights(L.LightningModule):
@@ -166,7 +166,7 @@ class Points(Logger):
         self.points: dict[int | None, dict[str, float]] = {}
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        found = {name: value for name, value in metrics.items() if name.startswith("update_ratio/")}
+        found = {name: value for name, value in metrics.items() if name.startswith("within/update_ratio/")}
         self.points[step] = self.points.get(step, {}) | found
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -220,14 +220,14 @@ def test_steps_are_those_that_are_logged_and_asked_for(every_n_steps: int, log_e
 
 def test_a_weight_that_stays_has_a_ratio_of_zero_and_weights_of_zero_have_none() -> None:
     stays = train(Weights(torch.ones(3), lr=0.0), UpdateRatio(), 1)
-    assert stays == ([0], {0: {"update_ratio/rest": 0.0, "update_ratio/total": 0.0}})
+    assert stays == ([0], {0: {"within/update_ratio/rest": 0.0, "within/update_ratio/total": 0.0}})
     assert train(Weights(torch.zeros(3)), UpdateRatio(), 1) == ([0], {})
 
 
 def test_sums_are_wide() -> None:
     """In fp32, squares of these weights would be infinite."""
     _, logged = train(Weights(torch.full((3,), 1e25), lr=1e23), UpdateRatio(), 1)
-    assert logged[0]["update_ratio/total"] == pytest.approx(0.01, rel=1e-5)
+    assert logged[0]["within/update_ratio/total"] == pytest.approx(0.01, rel=1e-5)
 
 
 def test_the_command_line_sets_it(nano_cli: Callable[..., DeepseekV41CLI]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from lightning_modules.insight.drawing import pixels
 from lightning_modules.insight.hooks import ValidationObserver
 from lightning_modules.inspecting import Parsed
 from lightning_modules.task import DeepseekV41Task
+from lightning_modules.text import readable
 
 MakeConfig = Callable[..., DeepseekV41Config]
 Batch = dict[str, Tensor]
@@ -131,6 +131,16 @@ def scalars(folder: Path) -> dict[str, float]:
     return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
 
 
+def constants(folder: Path) -> dict[str, str]:
+    """Texts of what does not change in a run."""
+    events = board(folder)
+    prefix, suffix = "within/constants/", "/text_summary"
+    return {
+        tag.removeprefix(prefix).removesuffix(suffix): events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+    }
+
+
 def live_tokens(batches: list[Batch]) -> Iterator[tuple[int, int, int]]:
     for index, batch in enumerate(batches):
         for b, s in batch["attention_mask"].nonzero().tolist():
@@ -202,9 +212,9 @@ def test_gate_statistics_equal_a_loop_over_tokens(
             means.append(sum(values) / len(values))
             shares.append(sum(value > 0.5 for value in values) / len(values))
             name = f"layer_{layer}_stream_{stream}"
-            assert curves[f"engram_gate_mean/{name}"] == pytest.approx(means[-1], rel=1e-6)
-            assert curves[f"engram_gate_open/{name}"] == pytest.approx(shares[-1], rel=1e-6)
-            histogram = events.Histograms(f"engram_gate/{name}")[-1].histogram_value
+            assert curves[f"within/engram_gate_mean/{name}"] == pytest.approx(means[-1], rel=1e-6)
+            assert curves[f"within/engram_gate_open/{name}"] == pytest.approx(shares[-1], rel=1e-6)
+            histogram = events.Histograms(f"within/engram_gate/{name}")[-1].histogram_value
             assert histogram.num == len(values)
             assert histogram.sum == pytest.approx(sum(values))
             assert histogram.sum_squares == pytest.approx(sum(value**2 for value in values))
@@ -220,20 +230,16 @@ def test_gate_statistics_equal_a_loop_over_tokens(
         assert texts(axes.get_yticklabels()) == [f"stream {stream}" for stream in range(STREAMS)]
         ids = make_batches()[0]["input_ids"][0, :20].tolist()
         words = [golden_tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-        assert texts(axes.get_xticklabels()) == [gates_file.readable(word) for word in words]
+        assert texts(axes.get_xticklabels()) == [readable(word) for word in words]
         assert figure.get_suptitle() == f"Engram gates of layer {layer}"
         assert bar.get_ylabel() == "gate"
-    assert found["val/engram_gate"] == pytest.approx(sum(means) / len(means), rel=1e-6)
-    assert found["val/engram_gate_open"] == pytest.approx(sum(shares) / len(shares), rel=1e-6)
+    assert found["within/engram_gate"] == pytest.approx(sum(means) / len(means), rel=1e-6)
+    assert found["within/engram_gate_open"] == pytest.approx(sum(shares) / len(shares), rel=1e-6)
     assert len({round(value, 4) for value in means + shares}) > 12, "numbers that could not be mistaken"
     assert 0.1 < min(shares) < max(shares) < 0.9
 
 
-def test_tokens_are_readable_on_an_axis() -> None:
-    words = [" the", "\n", "\t\t", "", "$x$", "<｜begin▁of▁sentence｜>", "'", "é"]
-    assert [gates_file.readable(word) for word in words] == [
-        *("·the", "\\n", "\\t\\t", "", "$x$", "<|begin▁of▁…", "'", "é")
-    ]
+def test_tokens_of_a_picture_are_at_least_one() -> None:
     with pytest.raises(ValueError, match=r"^tokens: must be at least 1, got 0$"):
         EngramGates(tokens=0)
 
@@ -264,7 +270,7 @@ def test_buckets_equal_a_loop_over_distinct_ngrams(
     pad = int(mapping[hashing.pad_id if token_map == "raw" else 2])
     data = make_batches()[:batches]
     rows = [hashing(batch["input_ids"], batch["attention_mask"].bool()) for batch in data]
-    shares, chances = [], []
+    shares, chances, lines = [], [], []
     for layer_index, layer in enumerate(ENGRAM_LAYERS):
         for column in range(4):
             size, head = column // 2 + 2, column % 2
@@ -277,13 +283,17 @@ def test_buckets_equal_a_loop_over_distinct_ngrams(
             distinct = len(set().union(*buckets.values()))
             name = f"layer_{layer}_{size}gram_head_{head}"
             assert distinct == sum(map(len, buckets.values())) < sum(1 for _ in live_tokens(data))
-            assert curves[f"engram_load/{name}"] == pytest.approx(distinct / prime, rel=1e-6)
-            assert curves[f"engram_fullest/{name}"] == max(map(len, buckets.values())) > 1
             shares.append(sum(len(inside) for inside in buckets.values() if len(inside) > 1) / distinct)
             chances.append(1 - (1 - 1 / prime) ** (distinct - 1))
-            assert curves[f"engram_collisions/{name}"] == pytest.approx(shares[-1], rel=1e-6)
-    assert found["val/engram_collisions"] == pytest.approx(sum(shares) / 8, rel=1e-6)
-    assert found["val/engram_collisions_chance"] == pytest.approx(sum(chances) / 8, rel=1e-6)
+            fullest = max(map(len, buckets.values()))
+            assert fullest > 1
+            lines.append(
+                f"| {name.replace('_', ' ')} | {prime} | {distinct} | {distinct / prime:.3f} | {fullest} "
+                f"| {shares[-1]:.1%} | {chances[-1]:.1%} |"
+            )
+    assert constants(tmp_path)["engram_buckets"].splitlines()[2:] == lines
+    assert found["within/engram_collisions"] == pytest.approx(sum(shares) / 8, rel=1e-6)
+    assert found["within/engram_collisions_chance"] == pytest.approx(sum(chances) / 8, rel=1e-6)
     assert len({round(share, 4) for share in shares}) > 5
     assert not [tag for tag in curves if "rows_used" in tag], "nothing trains"
 
@@ -321,15 +331,15 @@ def test_used_rows_are_those_that_training_has_reached_and_survive_resuming(
     hashing = model.built.model.engram_hash
     used = {tag: values for tag, values in curves_of(tmp_path).items() if "rows_used" in tag}
     names = [f"layer_1_{size}gram_head_{head}" for size in (2, 3) for head in (0, 1)]
-    assert set(used) == {"val/engram_rows_used"} | {f"engram_rows_used/{name}" for name in names}
+    assert set(used) == {"within/engram_rows_used"} | {f"within/engram_rows_used/{name}" for name in names}
     primes, offsets = hashing.primes.flatten().tolist(), hashing.offsets.flatten().tolist()
     for index, step in enumerate((2, 4)):
         rows = touched.at_step[step]
         for name, prime, offset in zip(names, primes, offsets, strict=True):
             share = sum(offset <= row < offset + prime for row in rows) / prime
-            assert used[f"engram_rows_used/{name}"][index] == pytest.approx(share, rel=1e-6)
-        assert used["val/engram_rows_used"][index] == pytest.approx(len(rows) / sum(primes), rel=1e-6)
-    assert 0 < used["val/engram_rows_used"][0] < used["val/engram_rows_used"][1] < 1
+            assert used[f"within/engram_rows_used/{name}"][index] == pytest.approx(share, rel=1e-6)
+        assert used["within/engram_rows_used"][index] == pytest.approx(len(rows) / sum(primes), rel=1e-6)
+    assert 0 < used["within/engram_rows_used"][0] < used["within/engram_rows_used"][1] < 1
     checkpoint = tmp_path / "runs" / "nano" / "version_0" / "checkpoints" / "step-00000003.ckpt"
     fitted(nano_cli(*NO_PICTURES), ckpt_path=checkpoint)
     resumed = curves_of(tmp_path, version=1)
@@ -339,8 +349,8 @@ def test_used_rows_are_those_that_training_has_reached_and_survive_resuming(
 def test_rows_that_nobody_counts_are_not_logged(nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path) -> None:
     fitted(nano_cli("--model.optimizer.tables", "dense", "--trainer.max_steps", "2", *NO_PICTURES))
     curves = curves_of(tmp_path)
-    assert "val/engram_collisions" in curves
-    assert not [tag for tag in curves if "rows_used" in tag]
+    assert "within/engram_gate" in curves
+    assert not [tag for tag in curves if "rows_used" in tag or "collisions" in tag], "collisions stay the same"
 
 
 # ------------------------------------------------------------------ mixers
@@ -385,16 +395,16 @@ def test_gains_and_residuals_equal_a_loop_over_tokens_and_sites(
             sums = [float(line.sum()) for line in (*comb, *comb.t())]
             residuals[n] = max(residuals[n], *(abs(one - 1) for one in sums))
     for way, name in enumerate(("forward", "backward")):
-        assert found[f"val/{name}_gain"] == pytest.approx(float(gains[-1, way].mean()), rel=1e-6)
-        assert found[f"val/{name}_gain_worst"] == pytest.approx(float(gains[-1, way].max()), rel=1e-6)
+        assert found[f"within/{name}_gain"] == pytest.approx(float(gains[-1, way].mean()), rel=1e-6)
+        assert found[f"within/{name}_gain_worst"] == pytest.approx(float(gains[-1, way].max()), rel=1e-6)
     for site, value in zip(names, residuals, strict=True):
-        assert curves[f"sinkhorn_residual/{site}"] == pytest.approx(value, rel=1e-5)
-    assert found["val/sinkhorn_residual"] == pytest.approx(max(residuals), rel=1e-5)
+        assert curves[f"within/sinkhorn_residual/{site}"] == pytest.approx(value, rel=1e-5)
+    assert found["within/sinkhorn_residual"] == pytest.approx(max(residuals), rel=1e-5)
     if residual == "mhc":
-        assert found["val/forward_gain_worst"] < 1.01 < found["val/backward_gain_worst"] < 2
-        assert 1e-4 < found["val/sinkhorn_residual"] < 1
+        assert found["within/forward_gain_worst"] < 1.01 < found["within/backward_gain_worst"] < 2
+        assert 1e-4 < found["within/sinkhorn_residual"] < 1
     else:
-        assert found["val/forward_gain"] > 10, "without the projection, signals grow"
+        assert found["within/forward_gain"] > 10, "without the projection, signals grow"
     mixing, growth = shown.figures["mixers/comb"], shown.figures["mixers/gain"]
     axes, bar = mixing.axes
     drawn_combs = torch.tensor(axes.images[0].get_array().filled(math.nan))
@@ -443,11 +453,11 @@ def test_loads_equal_a_loop_over_visits(
         relative.append([share * EXPERTS for share in shares])
         worst.append(max(relative[-1]))
         entropies.append(-sum(share * math.log(share) for share in shares if share) / math.log(EXPERTS))
-        assert curves[f"expert_imbalance/layer_{layer}"] == pytest.approx(worst[-1], rel=1e-6)
-        assert curves[f"expert_idlest/layer_{layer}"] == pytest.approx(min(relative[-1]), rel=1e-6)
-        assert curves[f"expert_entropy/layer_{layer}"] == pytest.approx(entropies[-1], rel=1e-6)
-    assert found["val/expert_imbalance"] == pytest.approx(sum(worst) / LAYERS, rel=1e-6)
-    assert found["val/expert_entropy"] == pytest.approx(sum(entropies) / LAYERS, rel=1e-6)
+        assert curves[f"within/expert_imbalance/layer_{layer}"] == pytest.approx(worst[-1], rel=1e-6)
+        assert curves[f"within/expert_idlest/layer_{layer}"] == pytest.approx(min(relative[-1]), rel=1e-6)
+        assert curves[f"within/expert_entropy/layer_{layer}"] == pytest.approx(entropies[-1], rel=1e-6)
+    assert found["within/expert_imbalance"] == pytest.approx(sum(worst) / LAYERS, rel=1e-6)
+    assert found["within/expert_entropy"] == pytest.approx(sum(entropies) / LAYERS, rel=1e-6)
     assert len({round(value, 4) for value in worst + entropies}) > 6
     figure = shown.figures["expert_load"]
     axes, bar = figure.axes
@@ -466,7 +476,16 @@ def test_an_even_load_has_entropy_one_and_a_single_expert_none() -> None:
 
 # ------------------------------------------------------------------ all of them
 
-IMAGES = {"engram_gate/layer_1", "engram_gate/layer_3", "mixers/comb", "mixers/gain", "expert_load"}
+IMAGES = {
+    "within/engram_gate/layer_1",
+    "within/engram_gate/layer_3",
+    "within/mixers/comb",
+    "within/mixers/gain",
+    "within/expert_load",
+}
+
+
+VALIDATION = {"val/loss", "val/perplexity", "val/bits_per_byte"}
 
 
 def test_everything_is_in_tensorboard_at_the_step_of_the_loss(
@@ -478,29 +497,38 @@ def test_everything_is_in_tensorboard_at_the_step_of_the_loss(
     )
     events.Reload()
     tags = events.Tags()
-    assert set(tags["images"]) == IMAGES - {"engram_gate/layer_3"}
-    assert set(tags["histograms"]) == {f"engram_gate/layer_1_stream_{stream}" for stream in range(4)}
+    assert set(tags["images"]) == IMAGES - {"within/engram_gate/layer_3"}
+    assert set(tags["histograms"]) == {f"within/engram_gate/layer_1_stream_{stream}" for stream in range(4)}
     steps = [event.step for event in events.Scalars("val/loss")]
     assert len(steps) == 2
-    names = ("engram_gate", "engram_collisions", "engram_rows_used", "forward_gain", "expert_entropy")
-    for tag in (*(f"val/{name}" for name in names), "expert_entropy/layer_3", "engram_load/layer_1_3gram_head_1"):
+    names = ("engram_gate", "engram_rows_used", "forward_gain", "expert_entropy", "indexer_recall")
+    for tag in (
+        *(f"within/{name}" for name in names),
+        "within/expert_entropy/layer_3",
+        "within/engram_rows_used/layer_1_3gram_head_1",
+    ):
         assert [event.step for event in events.Scalars(tag)] == steps, tag
+    texts = {f"within/constants/{name}/text_summary" for name in ("engram_buckets", "unigram_entropy")}
+    assert set(tags["tensors"]) == texts | {"within/constants/indexer_recall_chance/text_summary"}
+    assert all(len(events.Tensors(tag)) == 1 for tag in tags["tensors"]), "once, not at every validation"
+    assert {tag.split("/")[0] for tag in tags["scalars"]} == {"epoch", "train", "val", "within"}
+    assert {tag for tag in tags["scalars"] if tag.startswith("val/")} == VALIDATION
     for tag in tags["images"]:
         assert [event.step for event in events.Images(tag)] == steps, tag
-    assert [event.step for event in events.Histograms("engram_gate/layer_1_stream_0")] == steps
+    assert [event.step for event in events.Histograms("within/engram_gate/layer_1_stream_0")] == steps
 
 
 def test_pictures_are_drawn_without_an_option() -> None:
-    config = Parsed(["--config", str(Path(__file__).parents[2] / "configs" / "tiny.yaml")]).config
+    config = Parsed(["--config", str(Path(__file__).parents[3] / "configs" / "tiny.yaml")]).config
     assert [config[name].pictures for name in ("engram_gates", "stream_mixers", "expert_load")] == [True] * 3
 
 
 def test_options_switch_each_of_them_off(nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path) -> None:
     off = [f"--{name}.batches=0" for name in ("engram_gates", "engram_memory", "stream_mixers", "expert_load")]
     model = fitted(nano_cli(*off, "--trainer.max_steps", "2"))
-    left = {tag for tag in curves_of(tmp_path) if "val/" in tag or tag.startswith(("engram", "expert_", "sinkhorn"))}
-    recall = {f"val/indexer_recall{what}" for what in ("", "_chance", "_best")}
-    assert left - recall == {"val/loss", "val/perplexity", "val/bits_per_byte", "val/unigram_entropy"}
+    left = {tag for tag in curves_of(tmp_path) if not tag.startswith(("train/", "within/update_ratio", "within/grad"))}
+    recall = {tag for tag in left if tag.startswith("within/indexer_recall")}
+    assert left - recall == VALIDATION | {"epoch", "within/experts/imbalance", "within/experts/imbalance_worst"}
     assert hooks(model) == 0
 
 
@@ -573,7 +601,7 @@ def test_hooks_are_gone_after_a_validation_and_the_next_counts_anew(
     assert hooks(task) == 0
     assert other == validate(tmp_path, task, make_batches()[1:], *everything(2, pictures=False))
     for name in ("engram_gate", "engram_collisions", "backward_gain", "expert_entropy"):
-        assert other[f"val/{name}"] != first[f"val/{name}"], name
+        assert other[f"within/{name}"] != first[f"within/{name}"], name
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -589,7 +617,7 @@ def test_hooks_are_gone_after_an_exception(
     with pytest.raises((error, SystemExit)):
         validate(tmp_path, task, make_batches(1), *observers, Failing())
     assert hooks(task) == 0
-    assert "val/engram_gate" in validate(tmp_path, task, make_batches(1), *observers)
+    assert "within/engram_gate" in validate(tmp_path, task, make_batches(1), *observers)
 
 
 def test_there_is_nothing_to_see_in_a_model_without_the_parts(
@@ -599,13 +627,13 @@ def test_there_is_nothing_to_see_in_a_model_without_the_parts(
         tiny_config(residual="plain", hc_mult=1, engram_layer_ids=[], engram_num_embeddings=[]), golden_tokenizer
     )
     found = validate(tmp_path, task, make_batches(), *everything())
-    assert {"val/expert_entropy", "val/expert_imbalance"} < found.keys()
+    assert {"within/expert_entropy", "within/expert_imbalance"} < found.keys()
     assert not [name for name in found if "engram" in name or "gain" in name or "sinkhorn" in name]
-    assert board(tmp_path).Tags()["images"] == ["expert_load"]
+    assert board(tmp_path).Tags()["images"] == ["within/expert_load"]
     open_gate = make_task(tiny_config(engram_gate="open"), golden_tokenizer)
     found = validate(None, open_gate, make_batches(), *everything())
-    assert "val/engram_collisions" in found
-    assert "val/engram_gate" not in found
+    assert "within/engram_collisions" in found
+    assert "within/engram_gate" not in found
 
 
 def test_padding_alone_is_no_number(tiny_config: MakeConfig, golden_tokenizer: Any, tmp_path: Path) -> None:
@@ -625,23 +653,22 @@ def test_without_tensorboard_there_are_numbers_only(
     trainer = make_trainer(None, *everything(), precision="64-true")
     trainer.loggers = [CSVLogger(tmp_path, "csv", version=0)]
     trainer.validate(task, DataLoader(make_batches(1), batch_size=None), verbose=False)  # type: ignore[arg-type]
-    assert {"val/engram_gate", "val/engram_collisions", "val/forward_gain", "val/expert_entropy"} < first.keys()
+    assert {
+        "within/engram_gate",
+        "within/engram_collisions",
+        "within/forward_gain",
+        "within/expert_entropy",
+    } < first.keys()
     header = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text()
-    assert "engram_gate_mean/layer_1_stream_0" in header
+    assert "within/engram_gate_mean/layer_1_stream_0" in header
 
 
-def test_without_matplotlib_there_are_no_pictures(
-    tiny_config: MakeConfig, golden_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task, find = make_task(tiny_config(), golden_tokenizer), importlib.util.find_spec
-    validate(tmp_path / "off", task, make_batches(1), *everything(pictures=False))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find(name))
-    validate(tmp_path / "missing", task, make_batches(1), *everything())
-    for folder in ("off", "missing"):
-        tags = board(tmp_path / folder).Tags()
-        assert not tags["images"]
-        assert len(tags["histograms"]) == 8
-        assert "val/forward_gain" in tags["scalars"]
+def test_pictures_are_left_out_on_demand(tiny_config: MakeConfig, golden_tokenizer: Any, tmp_path: Path) -> None:
+    validate(tmp_path, make_task(tiny_config(), golden_tokenizer), make_batches(1), *everything(pictures=False))
+    tags = board(tmp_path).Tags()
+    assert not tags["images"]
+    assert len(tags["histograms"]) == 8
+    assert "within/forward_gain" in tags["scalars"]
 
 
 @pytest.mark.parametrize("kind", OBSERVERS)

@@ -1,32 +1,24 @@
-"""What the notebook shows of mixers and streams, against float64 loops written from docs/ARCHITECTURE.md, section 3."""
+"""Mixers and streams of one forward, against float64 loops written from docs/ARCHITECTURE.md, section 3."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_modules.ablation.curves import Record
 from lightning_modules.cli import DeepseekV41CLI
-from lightning_modules.notebook.mixers import (
-    Mixers,
-    curve_picture,
+from lightning_modules.insight.mixers import (
     gains_over_depth,
-    gains_picture,
     matrix_table,
     mixers_of,
-    norm_picture,
-    residual_picture,
-    run_of,
     sinkhorn_residuals,
     stream_norms,
 )
-from lightning_modules.notebook.opened import build, train_or_load, validation_batch
+from lightning_modules.notebook import build, validation_batch
 
 NanoCli = Callable[..., DeepseekV41CLI]
 SITES = [f"layer_{layer}_{kind}" for layer in range(4) for kind in ("attention", "experts")]
@@ -85,7 +77,7 @@ def sinkhorn_by_hand(logits: Tensor, iterations: int, eps: float) -> Tensor:
 def test_matrices_are_those_that_sites_predict(nano_cli: NanoCli, residual: str) -> None:
     cli = built(nano_cli, "--model.config.residual", residual, "--model.config.hc_sinkhorn_iters", "2")
     batch = padded_batch(cli)
-    mixers = mixers_of(cli, batch)
+    mixers = mixers_of(cli.model.built, batch)
     assert mixers.sites == SITES
     live = batch["attention_mask"].nonzero().tolist()
     assert mixers.combs.shape == (len(SITES), len(live), 4, 4)
@@ -109,7 +101,7 @@ def test_one_ordinary_stream_has_no_mixers(nano_cli: NanoCli) -> None:
     cli = nano_cli("--model.config.residual", "plain", "--model.config.hc_mult", "1")
     build(cli)
     with pytest.raises(ValueError, match=r"^model.config.residual: must be 'mhc' or 'hyper_connections' .*'plain'$"):
-        mixers_of(cli, validation_batch(cli))
+        mixers_of(cli.model.built, validation_batch(cli))
 
 
 def test_the_table_of_a_matrix_adds_up() -> None:
@@ -118,7 +110,7 @@ def test_the_table_of_a_matrix_adds_up() -> None:
         "|---|---:|---:|---:|\n"
         "| stream 0 | 0.25000 | 0.50000 | **0.75000** |\n"
         "| stream 1 | 0.12500 | 2.00000 | **2.12500** |\n"
-        "| sum | **0.37500** | **2.50000** | |\n"
+        "| sum | **0.37500** | **2.50000** |  |\n"
     )
 
 
@@ -142,72 +134,31 @@ def test_residuals_equal_a_loop_over_matrices() -> None:
         sinkhorn_residuals((3, 0), (1.0,))
 
 
-def lines_of(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
-    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
-
-
-def test_the_picture_has_a_line_for_each_spread() -> None:
-    (axes,) = residual_picture(torch.tensor([[0.5, 0.25], [2.0, 1.0]]), (1, 20), (1.0, 0.5)).axes
-    assert lines_of(axes) == {"logits N(0, 1²)": ([1, 20], [0.5, 0.25]), "logits N(0, 0.5²)": ([1, 20], [2.0, 1.0])}
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "20"]
-
-
 # ------------------------------------------------------------------ over depth
 
 
-def random_mixers(seed: int, sites: Sequence[str] = SITES) -> Mixers:
-    combs = torch.randn(len(sites), 5, 3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return Mixers(list(sites), combs)
-
-
-def gains_by_hand(mixers: Mixers) -> Tensor:
-    """How far the largest stream or gradient grows at worst: it takes signs alone to reach it."""
-    gains = torch.zeros(len(mixers.sites), 5, 2, dtype=torch.float64)
+def test_gains_are_of_the_mixers_up_to_each_site() -> None:
+    """The most that the largest stream or gradient can become: it takes signs alone to reach it."""
+    combs = torch.randn(4, 5, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.zeros(4, 5, 2, dtype=torch.float64)
     signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * 3)
     for token in range(5):
-        for depth in range(1, len(mixers.sites) + 1):
+        for depth in range(1, 5):
             for signal in signs:
                 streams, gradient = signal, signal
-                for comb in mixers.combs[:depth, token]:
+                for comb in combs[:depth, token]:
                     streams = comb.t() @ streams
-                for comb in mixers.combs[:depth, token].flip(0):
+                for comb in combs[:depth, token].flip(0):
                     gradient = comb @ gradient
                 for way, reached in enumerate((streams, gradient)):
-                    gains[depth - 1, token, way] = max(gains[depth - 1, token, way], reached.abs().max())
-    return gains
-
-
-def test_gains_are_of_the_mixers_up_to_each_site() -> None:
-    mixers = random_mixers(1)
-    torch.testing.assert_close(gains_over_depth(mixers), gains_by_hand(mixers), rtol=1e-12, atol=0)
-
-
-def test_the_picture_of_gains_has_both_ways_side_by_side() -> None:
-    models = {"one": random_mixers(1), "two": random_mixers(2)}
-    figure = gains_picture(models)
-    forward, backward = figure.axes
-    assert (forward.get_title(), backward.get_title()) == ("forward", "backward")
-    assert forward.get_ylim() == backward.get_ylim()
-    assert (forward.get_yscale(), backward.get_yscale()) == ("log", "log"), "gains in the hundreds"
-    kept = Mixers(SITES, torch.eye(3, dtype=torch.float64).expand(len(SITES), 5, 3, 3))
-    assert gains_picture({"identity": kept}).axes[0].get_yscale() == "linear"
-    for way, axes in enumerate(figure.axes):
-        drawn = lines_of(axes)
-        assert list(drawn) == ["one, mean over tokens", "one, largest", "two, mean over tokens", "two, largest"]
-        for name, mixers in models.items():
-            gains = gains_by_hand(mixers)[..., way]
-            assert drawn[f"{name}, mean over tokens"][1] == pytest.approx(gains.mean(1).tolist())
-            assert drawn[f"{name}, largest"][1] == pytest.approx(gains.amax(1).tolist())
-        assert [label.get_text() for label in axes.get_xticklabels()] == [site.replace("_", " ") for site in SITES]
-    with pytest.raises(ValueError, match=r"^models: must have the same sites, got"):
-        gains_picture({"one": random_mixers(1), "two": random_mixers(2, SITES[:2])})
+                    expected[depth - 1, token, way] = max(expected[depth - 1, token, way], reached.abs().max())
+    torch.testing.assert_close(gains_over_depth(combs), expected, rtol=1e-12, atol=0)
 
 
 def test_norms_are_of_the_streams_between_blocks(nano_cli: NanoCli) -> None:
     cli = built(nano_cli)
     batch = padded_batch(cli)
-    norms = stream_norms(cli, batch)
+    norms = stream_norms(cli.model.built, batch)
     blocks = streams_seen(cli, batch, *(f"layers.{layer}" for layer in range(4)))
     between = [blocks[0][0][0], *(made[0] for _, made in blocks)]
     live = batch["attention_mask"].nonzero().tolist()
@@ -217,50 +168,3 @@ def test_norms_are_of_the_streams_between_blocks(nano_cli: NanoCli) -> None:
             assert float(found[stream]) == pytest.approx(sum(sizes) / len(sizes), rel=1e-5)
     assert norms.shape == (5, 4)
     assert norms[-1].std() > 1e-4, "streams differ"
-    (axes,) = norm_picture({"some": norms, "plain": norms[:, :1]}).axes
-    assert [list(line.get_ydata()) for line in axes.lines] == [*norms.t().tolist(), norms[:, 0].tolist()]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["some, 4 streams", "plain, 1 stream"]
-
-
-# ------------------------------------------------------------------ curves
-
-
-def test_a_run_is_read_from_its_event_files(nano_cli: NanoCli, tmp_path: Path) -> None:
-    cli = nano_cli()
-    train_or_load(cli)
-    run = run_of(cli, "some")
-    assert run.variant == "some"
-    assert list(run.curve) == [2, 4]
-    assert list(run.train_curve) == [1, 2, 3, 4]
-    assert run.loss == pytest.approx(float(cli.trainer.callback_metrics["val/loss"]))
-    folder = tmp_path / "runs" / "nano" / "version_0"
-    assert run.directory == folder
-    other = nano_cli("--trainer.max_steps", "2")
-    checkpoint = str(folder / "checkpoints" / "best.ckpt")
-    train_or_load(other, checkpoint)
-    assert run_of(other, "some", checkpoint) == run
-
-
-def test_a_run_without_a_logger_has_no_curves(nano_cli: NanoCli) -> None:
-    cli = nano_cli("--trainer.logger", "false")
-    with pytest.raises(ValueError, match=r"^trainer.logger: must be a TensorBoardLogger"):
-        run_of(cli, "some")
-
-
-def test_the_picture_of_curves_has_lines_and_points() -> None:
-    runs = [
-        Record(name, 0, Path("run"), {2: loss, 4: loss - 1}, {1: loss, 2: 1.0, 3: 0.5}, None, None, None, {})
-        for name, loss in (("one", 7.0), ("two", 8.0))
-    ]
-    (axes,) = curve_picture(runs).axes
-    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
-    assert drawn == [
-        ([1, 2, 3], [7.0, 1.0, 0.5]),
-        ([2, 4], [7.0, 6.0]),
-        ([1, 2, 3], [8.0, 1.0, 0.5]),
-        ([2, 4], [8.0, 7.0]),
-    ]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one", "two"]
-    training, validation = axes.lines[:2]
-    assert (training.get_linestyle(), validation.get_linestyle()) == ("-", "None")
-    assert training.get_color() == validation.get_color() != axes.lines[2].get_color()

@@ -1,4 +1,4 @@
-"""What the notebook shows of the Engram, against loops written from docs/ARCHITECTURE.md, section 6."""
+"""Hashing, buckets and gates of the Engram, against loops written from docs/ARCHITECTURE.md, section 6."""
 
 from __future__ import annotations
 
@@ -11,28 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from dsv41.engram import layer as engram
 from lightning_modules.cli import DeepseekV41CLI
-from lightning_modules.insight.engram_buckets import Buckets, Column
-from lightning_modules.insight.engram_gates import readable
-from lightning_modules.notebook import memory
-from lightning_modules.notebook.memory import (
-    GatePaths,
-    HashedToken,
-    column_fills,
-    compare_gates,
-    fill_table,
-    gate_pictures,
-    gates_of,
-    gates_table,
-    hash_table,
-    hashed,
-    hashed_text,
-    rows_of_text,
-)
-from lightning_modules.notebook.opened import build, validation_batch
+from lightning_modules.insight.engram_buckets import Buckets, Column, fill_table, fills_of_batches
+from lightning_modules.insight.engram_gates import gates_of
+from lightning_modules.insight.engram_hashing import HashedToken, hash_table, hashed, hashing_of, rows_of_text
+from lightning_modules.notebook import build, validation_batch
 
 NanoCli = Callable[..., DeepseekV41CLI]
 LAYER, SIZES, HEADS, SMALLEST = 1, (2, 3), 2, 61  # of the smallest run's Engram
@@ -59,6 +43,15 @@ def padded(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     mask = batch["attention_mask"].clone()
     mask[:, length:] = 0
     return batch | {"attention_mask": mask}
+
+
+def hashed_text(cli: DeepseekV41CLI, text: str) -> list[HashedToken]:
+    tokenizer = cli.datamodule.fast_tokenizer
+    return hashed(cli.model.built, tokenizer, torch.tensor(tokenizer.encode(text, add_special_tokens=False)), LAYER)
+
+
+def rows_read(cli: DeepseekV41CLI, text: str, layer: int = LAYER) -> tuple[int, ...]:
+    return rows_of_text(cli.model.built, cli.datamodule.fast_tokenizer, text, layer)
 
 
 class ByHand:
@@ -105,7 +98,7 @@ class ByHand:
 def test_tokens_are_hashed_as_by_hand(cli: DeepseekV41CLI) -> None:
     by_hand, ids = ByHand(cli), validation_batch(cli)["input_ids"][0]
     tokens = ids.tolist()
-    seen = hashed(cli, ids, LAYER)
+    seen = hashed(cli.model.built, cli.datamodule.fast_tokenizer, ids, LAYER)
     assert len({token.rows for token in seen}) > 20, "rows that could not be mistaken"
     for position, token in enumerate(seen):
         mine = by_hand.compressed[tokens[position]]
@@ -119,7 +112,7 @@ def test_tokens_are_hashed_as_by_hand(cli: DeepseekV41CLI) -> None:
 def test_ngrams_are_shown_as_the_texts_that_their_ids_stand_for(cli: DeepseekV41CLI) -> None:
     """One text for all that are the same to the hash; padding before the start."""
     (pad,) = cli.datamodule.fast_tokenizer.convert_ids_to_tokens([cli.datamodule.fast_tokenizer.pad_token_id])
-    seen = hashed_text(cli, "A?\tb", LAYER)
+    seen = hashed_text(cli, "A?\tb")
     assert [token.text for token in seen] == ["A", "?", "\t", "b"]
     assert [token.ngrams for token in seen] == [
         ((pad, "a"), (pad, pad, "a")),
@@ -134,31 +127,30 @@ def test_ngrams_are_shown_as_the_texts_that_their_ids_stand_for(cli: DeepseekV41
 def test_raw_ids_are_shown_as_they_are(nano_cli: NanoCli) -> None:
     cli = nano_cli("--model.config.engram_token_map", "raw")
     build(cli)
-    first, _, last = hashed_text(cli, "A?B", LAYER)
+    first, _, last = hashed_text(cli, "A?B")
     assert first.shared == ()
     assert last.ngrams == (("?", "B"), ("A", "?", "B"))
 
 
 def test_equal_compressed_ngrams_reach_equal_rows(cli: DeepseekV41CLI) -> None:
-    rows = rows_of_text(cli, "A?b", LAYER)
-    assert rows == rows_of_text(cli, "a?B", LAYER) == rows_of_text(cli, "!a?b", LAYER)
+    rows = rows_read(cli, "A?b")
+    assert rows == rows_read(cli, "a?B") == rows_read(cli, "!a?b")
     assert len(rows) == len(SIZES) * HEADS
-    other = rows_of_text(cli, "c?b", LAYER)
+    other = rows_read(cli, "c?b")
     assert other[:HEADS] == rows[:HEADS], "the same 2-gram"
     assert all(a != b for a, b in zip(other[HEADS:], rows[HEADS:], strict=True)), "another 3-gram"
 
 
 def test_what_cannot_be_hashed_is_refused(cli: DeepseekV41CLI, nano_cli: NanoCli) -> None:
     with pytest.raises(ValueError, match=r"^layer: must be one of \(1,\), those with an Engram, got 0$"):
-        rows_of_text(cli, "a", 0)
+        rows_read(cli, "a", 0)
     with pytest.raises(ValueError, match=r"^text: must have at least one token, got ''$"):
-        rows_of_text(cli, "", LAYER)
+        rows_read(cli, "")
     none = nano_cli("--model.config.engram_layer_ids", "[]")
     build(none)
     for look in (
-        lambda: rows_of_text(none, "a", LAYER),
-        lambda: column_fills(none, 1),
-        lambda: compare_gates(none, {}, LAYER),
+        lambda: rows_read(none, "a"),
+        lambda: hashing_of(none.model.built),
     ):
         with pytest.raises(ValueError, match=r"^model.config.engram_layer_ids: must name a layer"):
             look()
@@ -185,7 +177,9 @@ def test_the_table_takes_any_text() -> None:
 def test_fills_equal_a_loop_over_different_ngrams(nano_cli: NanoCli, batches: int) -> None:
     cli = nano_cli("--model.config.engram_vocab_size", "401")
     build(cli)
-    by_hand, fills = ByHand(cli, 401), column_fills(cli, batches)
+    by_hand = ByHand(cli, 401)
+    validation_batch(cli)
+    fills = fills_of_batches(hashing_of(cli.model.built), islice(cli.datamodule.val_dataloader(), batches))
     assert [column for column, _ in fills] == [
         Column(f"layer_1_{size}gram_head_{head}", size, by_hand.primes[(size - 2) * HEADS + head])
         for size in SIZES
@@ -211,7 +205,7 @@ def test_fills_equal_a_loop_over_different_ngrams(nano_cli: NanoCli, batches: in
 
 def test_no_batches_are_refused(cli: DeepseekV41CLI) -> None:
     with pytest.raises(ValueError, match=r"^batches: must be at least 1, got 0$"):
-        column_fills(cli, 0)
+        fills_of_batches(hashing_of(cli.model.built), [])
 
 
 def test_the_table_of_fills_has_shares() -> None:
@@ -238,7 +232,7 @@ def run_through(cli: DeepseekV41CLI, batch: dict[str, Tensor]) -> tuple[tuple[An
 def test_gates_are_what_the_layer_has_applied(cli: DeepseekV41CLI, length: int, tokens: int) -> None:
     """What is added to a stream is the gate times a value; the gate follows by division."""
     batch = padded(validation_batch(cli, rows=2), length)
-    gates, texts = gates_of(cli, batch, tokens)
+    gates, seen_ids = gates_of(cli.model.built, batch, tokens)
     (given, ids, _), made = run_through(cli, batch)
     layer = engram_of(cli)
     assert list(gates) == [LAYER]
@@ -251,132 +245,14 @@ def test_gates_are_what_the_layer_has_applied(cli: DeepseekV41CLI, length: int, 
         expected = (added @ value) / (value @ value)
         torch.testing.assert_close(gates[LAYER][:, token].double(), expected, rtol=0, atol=1e-4)
     assert gates[LAYER].std() > 0.1
-    assert texts == [cli.datamodule.fast_tokenizer.decode([token]) for token in batch["input_ids"][0, :shown].tolist()]
+    assert torch.equal(seen_ids, batch["input_ids"][0, :shown])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in cli.model.modules())
-
-
-def test_there_is_a_picture_for_each_layer(cli: DeepseekV41CLI) -> None:
-    batch = validation_batch(cli)
-    gates, texts = gates_of(cli, batch, 9)
-    (figure,) = gate_pictures(cli, batch, 9)
-    image = figure.axes[0].images[0].get_array()
-    torch.testing.assert_close(torch.tensor(np.asarray(image)), gates[LAYER])
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == list(map(readable, texts))
-    assert figure.get_suptitle() == "Engram gates of layer 1"
 
 
 def test_a_model_without_gates_is_refused(nano_cli: NanoCli) -> None:
     cli = nano_cli("--model.config.engram_gate", "open")
     build(cli)
     with pytest.raises(ValueError, match=r"^model.config: no layer has a gate; it takes engram_layer_ids"):
-        gates_of(cli, validation_batch(cli))
-    with pytest.raises(ValueError, match=r"^model.config.engram_gate: must be 'learned' .*, got 'open'$"):
-        compare_gates(cli, validation_batch(cli), LAYER)
-
-
-# ------------------------------------------------------------------ eager and compiled
-
-
-@pytest.fixture
-def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
-    """What the process calls meanwhile, and has to be calling afterwards."""
-
-    def of_the_process(*arguments: Any) -> Tensor:
-        return engram._engram_gate_core(*arguments)
-
-    monkeypatch.setattr(engram, "_engram_gate", of_the_process)
-    monkeypatch.setattr(engram, "_ENGRAM_GATE_COMPILED", True)
-    return of_the_process
-
-
-def test_differences_are_between_equal_layers_on_what_the_model_gives_them(
-    cli: DeepseekV41CLI, monkeypatch: pytest.MonkeyPatch, switch: Callable[..., Tensor]
-) -> None:
-    """A compiler that is wrong by a thousandth is found out, in the output and in gradients."""
-    calls: list[tuple[Any, ...]] = []
-
-    def wrong(core: Callable[..., Tensor], **_: Any) -> Callable[..., Tensor]:
-        def compiled(*arguments: Any) -> Tensor:
-            calls.append(arguments)
-            return core(*arguments) * 1.001
-
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", wrong)
-    batch = padded(validation_batch(cli, rows=2), 25)
-    found = compare_gates(cli, batch, LAYER, rounds=2)
-    assert found.compiled
-    assert found.output == pytest.approx(1e-3, rel=1e-3)
-    assert found.gradient == pytest.approx(1e-3, rel=1e-3)
-    assert found.eager > 0
-    assert found.other > 0
-    assert len(calls) == 3, "the compared run and two that are timed"
-    (given, ids, mask), _ = run_through(cli, batch)
-    layer = engram_of(cli)
-    key, value = layer.wkv(layer.embed(ids).flatten(-2)).split((layer.key_width, given.shape[-1]), dim=-1)
-    for ours, theirs in zip(calls[0], (given, key, value, layer.q_weight, layer.k_weight), strict=False):
-        assert torch.equal(ours, theirs)
-    assert torch.equal(calls[0][6], mask)
-    assert 0 < mask.sum() < mask.numel()
-    assert engram._engram_gate is switch
-    assert engram._ENGRAM_GATE_COMPILED
-
-
-# torch's tracer itself looks at `.grad` of inputs that are no leaves.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_the_second_path_is_compiled(cli: DeepseekV41CLI, monkeypatch: pytest.MonkeyPatch) -> None:
-    counter, compile_ = CompileCounterWithBackend("aot_eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda core, **options: compile_(core, backend=counter, **options))
-    torch._dynamo.reset()
-    found = compare_gates(cli, validation_batch(cli), LAYER, rounds=2)
-    torch._dynamo.reset()
-    assert counter.frame_count == 1, "one shape"
-    assert found.compiled
-    assert found.output < 1e-6
-    assert found.gradient < 1e-4
-    assert engram._engram_gate is engram._engram_gate_core
-
-
-def test_without_a_compiler_there_are_words(
-    cli: DeepseekV41CLI, monkeypatch: pytest.MonkeyPatch, switch: Callable[..., Tensor]
-) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no g++")
-
-    monkeypatch.setattr(torch, "compile", broken)
-    found = compare_gates(cli, validation_batch(cli), LAYER, rounds=1)
-    assert not found.compiled
-    assert found.output == found.gradient == 0.0, "both are eager"
-    assert gates_table(found).startswith("The gate could not be compiled here")
-    assert "|" not in gates_table(found)
-    assert engram._engram_gate is switch
-
-
-def test_the_table_of_paths_has_both() -> None:
-    table = gates_table(GatePaths(True, 1.2e-7, 3.4e-5, 6.625, 4.98))
-    assert table.splitlines()[2:] == [
-        "| eager | 6.62 ms | | |",
-        "| compiled | 4.98 ms | 1.2e-07 | 3.4e-05 |",
-    ]
-
-
-def test_no_rounds_are_refused(cli: DeepseekV41CLI) -> None:
-    with pytest.raises(ValueError, match=r"^rounds: must be at least 1, got 0$"):
-        compare_gates(cli, {}, LAYER, rounds=0)
-
-
-def test_runs_take_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    took = {"a": iter((1.0, 9.0, 2.0)), "b": iter((5.0, 4.0, 6.0))}
-    now = [0.0]
-
-    def run(name: str) -> Callable[[], None]:
-        def step() -> None:
-            order.append(name)
-            now[0] += next(took[name])
-
-        return step
-
-    monkeypatch.setattr(memory.time, "process_time", lambda: now[0])
-    assert memory._median_milliseconds([run("a"), run("b")], 3) == [2000.0, 5000.0]
-    assert order == ["a", "b"] * 3
+        gates_of(cli.model.built, validation_batch(cli))
+    with pytest.raises(ValueError, match=r"^tokens: must be at least 1, got 0$"):
+        gates_of(cli.model.built, validation_batch(cli), 0)

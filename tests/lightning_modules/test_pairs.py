@@ -10,14 +10,7 @@ import pytest
 
 from lightning_modules.ablation.curves import Record
 from lightning_modules.ablation.intervals import half_width, interval
-from lightning_modules.notebook.pairs import (
-    Pair,
-    pairs_of,
-    pairs_picture,
-    pairs_table,
-    resolution_picture,
-    unpaired_half_width,
-)
+from lightning_modules.ablation.pairs import Pair, pairs_of, pairs_table, unpaired_half_width
 
 # Of Student's distribution, 97.5%, from printed tables.
 T2, T4 = 4.303, 2.776
@@ -82,37 +75,5 @@ def test_an_interval_around_zero_says_so() -> None:
 
 def test_one_pair_has_no_interval() -> None:
     table = pairs_table(pairs_of(RECORDS, "base", "lonely"))
-    assert "One seed: there is no spread" in table
+    assert "One seed has no spread" in table
     assert "Paired:" not in table
-
-
-def test_the_picture_has_the_offset_of_each_run_from_its_variant() -> None:
-    axes = pairs_picture(RECORDS).axes[0]
-    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
-    assert [text.get_text() for text in axes.get_xticklabels()] == [f"seed {seed}" for seed in (0, 1, 2, 7, 9)]
-    at, offsets = lines["base"]
-    assert at == [0, 1, 2]
-    assert offsets == pytest.approx([4.0 - 12.4 / 3, 4.1 - 12.4 / 3, 4.3 - 12.4 / 3])
-    at, offsets = lines["off"]
-    assert at == [0, 1, 2, 3]
-    mean = (4.05 + 4.18 + 4.37 + 9.0) / 4
-    assert offsets == pytest.approx([4.05 - mean, 4.18 - mean, 4.37 - mean, 9.0 - mean])
-
-
-def test_the_resolution_goes_through_what_was_found() -> None:
-    pairs = pairs_of(RECORDS, "base", "off")
-    axes = resolution_picture(pairs, most=5).axes[0]
-    lines = {line.get_label(): line for line in axes.lines}
-    found = interval([pair.difference for pair in pairs])
-    assert list(lines["paired"].get_xdata()) == [2, 3, 4, 5]
-    assert lines["paired"].get_ydata()[1] == pytest.approx(found.half)
-    assert lines["the difference found"].get_ydata()[0] == pytest.approx(found.mean)
-    assert lines["seeds that were run"].get_xdata()[0] == 3
-    assert lines["not paired"].get_ydata()[1] > lines["paired"].get_ydata()[1]
-
-
-def test_a_resolution_needs_two_pairs() -> None:
-    with pytest.raises(ValueError, match=r"^pairs: must be at least 2"):
-        resolution_picture([Pair(0, 1.0, 2.0)])
-    with pytest.raises(ValueError, match=r"^most: must be at least 2"):
-        resolution_picture([Pair(0, 1.0, 2.0), Pair(1, 1.0, 2.5)], most=1)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM
+from lightning_modules.ablation.curves import read_run
 from lightning_modules.cli import DeepseekV41CLI, get_cli
-from lightning_modules.notebook.opened import arguments, build, texts_of, train_or_load, validation_batch
+from lightning_modules.notebook import arguments, build, run_directory, train_or_load, validation_batch
 
 NanoCLI = Callable[..., DeepseekV41CLI]
 # Not those of the nano configuration, so that one can see which file has been read.
@@ -129,11 +130,19 @@ def test_a_run_without_validation_text_has_no_batch(nano_cli: NanoCLI) -> None:
         validation_batch(cli)
 
 
-def test_texts_are_those_of_single_tokens(nano_cli: NanoCLI) -> None:
+def test_the_curves_of_a_run_are_found(nano_cli: NanoCLI, tmp_path: Path) -> None:
     cli = nano_cli()
-    ids = torch.tensor(cli.datamodule.fast_tokenizer.encode("abc  de\nf", add_special_tokens=False))
-    texts = texts_of(cli, ids)
-    assert len(texts) == len(ids) > 1
-    assert "".join(texts) == "abc  de\nf"
-    special = cli.datamodule.fast_tokenizer.all_special_ids[:1]
-    assert texts_of(cli, torch.tensor(special)) == cli.datamodule.fast_tokenizer.all_special_tokens[:1]
+    train_or_load(cli)
+    folder = tmp_path / "runs" / "nano" / "version_0"
+    assert run_directory(cli) == folder
+    run = read_run(folder, "some")
+    assert (run.variant, list(run.curve), list(run.train_curve)) == ("some", [2, 4], [1, 2, 3, 4])
+    assert run.loss == pytest.approx(float(cli.trainer.callback_metrics["val/loss"]))
+    other = nano_cli("--trainer.max_steps", "2")
+    assert run_directory(other, str(folder / "checkpoints" / "best.ckpt")) == folder
+
+
+def test_a_run_without_a_logger_has_no_curves(nano_cli: NanoCLI) -> None:
+    cli = nano_cli("--trainer.logger", "false")
+    with pytest.raises(ValueError, match=r"^trainer.logger: must be a TensorBoardLogger"):
+        run_directory(cli)

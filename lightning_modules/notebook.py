@@ -1,10 +1,9 @@
-"""A trained model and a batch of text to look at, from objects of the command line."""
+"""Notebook helpers that know the command line: open or train a model, and get a batch of its validation text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lightning_modules.cli import DeepseekV41CLI
@@ -15,7 +14,7 @@ def arguments(config: str, *options: str, checkpoint: str | None = None) -> list
 
     Args:
         config: File to start from where there is no checkpoint.
-        *options: Options of the command line, which count more than any file.
+        *options: Options of the command line, which override any file.
         checkpoint: Of a run, whose ``config.yaml`` is taken in place of `config`.
 
     Raises:
@@ -42,13 +41,13 @@ def train_or_load(cli: DeepseekV41CLI, checkpoint: str | None = None) -> None:
 
 
 def build(cli: DeepseekV41CLI) -> None:
-    """Build the model with its initial values, where nothing is to be trained."""
+    """Build the model with its initial values, without training."""
     cli.model.configure_model()
     cli.model.eval()
 
 
 def validation_batch(cli: DeepseekV41CLI, rows: int = 1) -> dict[str, Tensor]:
-    """The first rows of the validation text, on the model's device.
+    """First rows of the validation text, on the model's device.
 
     Args:
         cli: After `train_or_load` or `build`.
@@ -69,7 +68,19 @@ def validation_batch(cli: DeepseekV41CLI, rows: int = 1) -> dict[str, Tensor]:
     return {name: batch[name][:rows].to(device) for name in ("input_ids", "attention_mask", "labels")}
 
 
-def texts_of(cli: DeepseekV41CLI, ids: Tensor) -> list[str]:
-    """The text of each token of a row [S]."""
-    decode = cli.datamodule.fast_tokenizer.decode
-    return [decode([int(token)]) for token in torch.as_tensor(ids)]
+def run_directory(cli: DeepseekV41CLI, checkpoint: str | None = None) -> Path:
+    """Directory of a run's event files.
+
+    Args:
+        cli: After `train_or_load`.
+        checkpoint: The run's, if it was not trained by `cli`.
+
+    Raises:
+        ValueError: No logger has written any.
+    """
+    if checkpoint is not None:
+        return Path(checkpoint).absolute().parent.parent
+    if cli.trainer.logger is None:
+        raise ValueError("trainer.logger: must be a TensorBoardLogger, or there is no file to read curves from")
+    assert cli.trainer.log_dir is not None
+    return Path(cli.trainer.log_dir)

@@ -191,13 +191,13 @@ def test_the_logged_numbers_are_means_over_queries_then_layers(
         sums = [sum(column) for column in zip(*one, strict=True)]
         assert sums[3] > 20
         means.append([value / sums[3] for value in sums[:3]])
-        assert found[f"indexer_recall/layer_{layer}"] == pytest.approx(means[-1][0], rel=1e-5)
+        assert found[f"within/indexer_recall/layer_{layer}"] == pytest.approx(means[-1][0], rel=1e-5)
     kept, chance, best = ([row[column] for row in means] for column in range(3))
-    assert found["val/indexer_recall"] == pytest.approx(sum(kept) / 4, rel=1e-5)
-    assert found["val/indexer_recall_chance"] == pytest.approx(sum(chance) / 4, rel=1e-5)
-    assert found["val/indexer_recall_best"] == pytest.approx(sum(best) / 4, rel=1e-5)
-    expected = {"val/indexer_recall", "val/indexer_recall_chance", "val/indexer_recall_best"}
-    assert recall_names(found) == expected | {f"indexer_recall/layer_{layer}" for layer in SELECTING}
+    assert found["within/indexer_recall"] == pytest.approx(sum(kept) / 4, rel=1e-5)
+    assert found["within/indexer_recall_chance"] == pytest.approx(sum(chance) / 4, rel=1e-5)
+    assert found["within/indexer_recall_best"] == pytest.approx(sum(best) / 4, rel=1e-5)
+    expected = {"within/indexer_recall", "within/indexer_recall_chance", "within/indexer_recall_best"}
+    assert recall_names(found) == expected | {f"within/indexer_recall/layer_{layer}" for layer in SELECTING}
     assert len({round(value, 4) for value in kept + chance + best}) > 8, "numbers that could not be mistaken"
 
 
@@ -211,7 +211,7 @@ def test_the_candidate_pool_counts_as_the_selection_of_the_layer_behind_it(
     selection = watch.seen[5][0][3]
     assert int((selection >= 0).sum(-1).max()) == 4
     expected = recall_by_hand(cores(task)[5], watch.seen[5][0])
-    assert found["indexer_recall/layer_5"] == pytest.approx(expected[0] / expected[3], rel=1e-5)
+    assert found["within/indexer_recall/layer_5"] == pytest.approx(expected[0] / expected[3], rel=1e-5)
 
 
 def test_layers_in_which_no_query_has_a_choice_are_left_out(tiny_config: MakeConfig, golden_tokenizer: Any) -> None:
@@ -219,10 +219,10 @@ def test_layers_in_which_no_query_has_a_choice_are_left_out(tiny_config: MakeCon
         task = make_task(tiny_config(**fields), golden_tokenizer)
         return recall_names(validate(task, make_batches(1), IndexerRecall()))
 
-    means = {"val/indexer_recall", "val/indexer_recall_chance", "val/indexer_recall_best"}
+    means = {"within/indexer_recall", "within/indexer_recall_chance", "within/indexer_recall_best"}
     # 24 tokens are 12 pairs.
     some = names(index_topk=12, candidate_topk_blocks=12)
-    assert some == means | {"indexer_recall/layer_4", "indexer_recall/layer_5"}
+    assert some == means | {"within/indexer_recall/layer_4", "within/indexer_recall/layer_5"}
     assert names(index_topk=24, candidate_topk_blocks=12) == set()
     # Without a single group in a row.
     ratios = {"compress_ratios": [0, 32, 32, 32, 1, 1]}
@@ -266,7 +266,7 @@ def test_no_hook_stays_after_a_validation_and_each_counts_anew(tiny_config: Make
     assert validate(task, make_batches(), recall) == first
     other = validate(task, make_batches()[1:], recall)
     assert hooks(task) == 0
-    assert other["val/indexer_recall"] != first["val/indexer_recall"]
+    assert other["within/indexer_recall"] != first["within/indexer_recall"]
     assert other == validate(task, make_batches()[1:], IndexerRecall())
 
 
@@ -283,5 +283,5 @@ def test_no_hook_stays_after_an_exception_in_a_validation(
     with pytest.raises((error, SystemExit)):
         validate(task, make_batches(1), recall, Failing())
     assert hooks(task) == 0
-    assert "val/indexer_recall" in validate(task, make_batches(1), recall)
+    assert "within/indexer_recall" in validate(task, make_batches(1), recall)
     assert hooks(task) == 0
