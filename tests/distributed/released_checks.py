@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM, checkpoint_reading, checkpoint_writing
+from dsv41 import DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.checkpoint import load_released, save_for_transformers, save_released
 from dsv41.files import is_complete
+from dsv41.weights import reading as checkpoint_reading
+from dsv41.weights import writing as checkpoint_writing
 from dsv41.weights.names import held_tensors
 from dsv41.weights.tensor_files import TensorWriter, find_tensors
 from lightning_modules.parallel.fsdp import ParallelOptions, parallelize
