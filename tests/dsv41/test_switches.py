@@ -331,4 +331,6 @@ def test_a_folder_of_any_variant_gives_the_same_model_back(tiny_model: MakeModel
     ids, mask = ids_and_mask(14)
     with torch.no_grad():
         assert torch.equal(other(ids, mask).logits, model(ids, mask).logits)
-    assert other.config.text_config.fields() == model.config.text_config.fields()
+    # The golden tokenizer is a bare one of the library, which names no special tokens.
+    unnamed = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    assert other.config.text_config.fields() == model.config.text_config.fields() | unnamed
