@@ -24,6 +24,8 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from lightning_modules.paths import expanded
+
 Match = Literal["none", "parameters", "flops"]
 BASE = "base"
 _NAME = re.compile(r"^(?!(seed|version)_\d)[A-Za-z0-9][\w.-]*$")
@@ -157,4 +159,4 @@ def read_study(path: Path) -> Study:
     if not isinstance(output, str) or not output:
         raise ValueError(f"{path}: output: must be a folder, got {output!r}")
     options = _mapping(base.get("options"), f"{path}: base.options")
-    return Study(path.stem, config, options, tuple(variants), tuple(seeds), Path(output))
+    return Study(path.stem, config, options, tuple(variants), tuple(seeds), Path(expanded(output, f"{path}: output")))

@@ -14,6 +14,7 @@ from dsv41.cost import watched_part
 from dsv41.ranks import local_rows
 from lightning_modules.optim.row_adam import rows_hit
 from lightning_modules.training.gradients import PARTS
+from lightning_modules.training.lightning_private import log_to_loggers, logs_this_step
 
 
 class _Before(NamedTuple):
@@ -90,7 +91,7 @@ class UpdateRatio(Callback):
         """Copy what the step is about to change: gradients are there, and nothing has been updated yet."""
         if self.every_n_steps == 0 or (trainer.global_step + 1) % self.every_n_steps:
             return
-        if trainer._logger_connector.should_update_logs:
+        if logs_this_step(trainer):
             self._before = [
                 _copy(name, parameter)
                 for name, parameter in pl_module.named_parameters()
@@ -112,6 +113,7 @@ class UpdateRatio(Callback):
         named = dict(zip(PARTS, total.tolist(), strict=True)) | {"total": total.sum(0).tolist()}
         ratios = {name: math.sqrt(change / size) for name, (change, size) in named.items() if size > 0}
         # Not `pl_module.log`, which repeats its last value at each logged step.
-        trainer._logger_connector.log_metrics(
-            {f"update_ratio/{name}": torch.tensor(ratio, dtype=torch.float64) for name, ratio in ratios.items()}
+        log_to_loggers(
+            trainer,
+            {f"update_ratio/{name}": torch.tensor(ratio, dtype=torch.float64) for name, ratio in ratios.items()},
         )

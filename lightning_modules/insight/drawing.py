@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_modules.training.lightning_private import logged_step
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -25,11 +27,6 @@ def boards(trainer: L.Trainer) -> list[Any]:
     if not trainer.is_global_zero:
         return []
     return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-
-
-def logged_step(trainer: L.Trainer) -> int:
-    """The step under which Lightning logs the scalars of a validation."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def drawing_boards(trainer: L.Trainer) -> list[Any]:

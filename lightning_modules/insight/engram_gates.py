@@ -19,11 +19,11 @@ from lightning_modules.insight.drawing import (
     colour_bar,
     drawing_boards,
     heat_map,
-    logged_step,
     new_axes,
     show,
 )
 from lightning_modules.insight.hooks import ValidationObserver, log, log_details, over_ranks
+from lightning_modules.training.lightning_private import logged_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

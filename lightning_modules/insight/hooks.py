@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_modules.training.lightning_private import log_to_loggers
+
 
 class ValidationObserver(Callback):
     """Looks at the first batches of every validation and logs when they are over.
@@ -117,7 +119,7 @@ def log_details(trainer: L.Trainer, values: dict[str, Any]) -> None:
     Not `pl_module.log`: there would be a hundred more lines under ``dsv41 validate``, and an exchange of the ranks for
     each.
     """
-    trainer._logger_connector.log_metrics({name: torch.as_tensor(value) for name, value in values.items()})
+    log_to_loggers(trainer, {name: torch.as_tensor(value) for name, value in values.items()})
 
 
 def log(pl_module: L.LightningModule, name: str, value: Tensor | float) -> None:

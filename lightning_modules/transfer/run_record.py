@@ -10,11 +10,12 @@ import yaml
 
 from dsv41.weights.card import RunNumbers
 from lightning_modules.checkpoint import rule as checkpoint_rule
+from lightning_modules.checkpoint.find import CONFIG
 
 
 def saved_configuration(run: Path) -> dict[str, Any]:
     """The run's ``config.yaml``; empty if there is none, as for a checkpoint that was copied elsewhere."""
-    file = run / "config.yaml"
+    file = run / CONFIG
     loaded = yaml.safe_load(file.read_text()) if file.is_file() else None
     return loaded if isinstance(loaded, dict) else {}
 

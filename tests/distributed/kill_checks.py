@@ -28,7 +28,7 @@ from bare_strategy import bare_strategy
 
 from dsv41.files import leftovers
 from lightning_modules.callbacks import LatestCheckpoint
-from lightning_modules.checkpoint.callbacks import steps_in
+from lightning_modules.checkpoint.find import steps_in
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 
 Save = Callable[[dict[str, Any], str], None]

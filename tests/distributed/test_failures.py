@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_modules.checkpoint.callbacks import find_checkpoint
+from lightning_modules.checkpoint.find import find_checkpoint
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 
 pytestmark = pytest.mark.timeout(600)
