@@ -24,7 +24,7 @@ from jsonargparse import Namespace, set_parsing_settings
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from dsv41.config import DeepseekV41TextConfig
@@ -40,6 +40,7 @@ from lightning_modules.callbacks import (
     PartSummary,
     PeakMemory,
     PredictionFile,
+    RunProgressBar,
     RunTimer,
     SaveRunConfig,
     StepLabels,
@@ -152,7 +153,7 @@ class DeepseekV41CLI(LightningCLI):
             extra.append(PredictionFile())
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
             # Not the rich one, which shows nothing useful in a log file.
-            extra.append(TQDMProgressBar(refresh_rate=5))
+            extra.append(RunProgressBar(refresh_rate=5))
         kwargs["callbacks"] = [StepLabels(), *callbacks, *extra]
         trainer = super().instantiate_trainer(**kwargs)
         load_only_what_is_asked_for(trainer)

@@ -25,27 +25,19 @@ class SaveRunConfig(SaveConfigCallback):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._directory: Path | None = None
+        self._existing: Path | None = None
         self._training = False
         self._made = time.time()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Save.
-
-        Raises:
-            FileExistsError: The directory holds another run.
-        """
+        """Save, unless the directory has a configuration."""
         if stage != "fit" or self.already_saved:
             return
         directory = run_directory(trainer)  # asked for by all ranks, since the answer is rank 0's
         file = directory / CONFIG
-        is_there = trainer.strategy.broadcast(file.is_file())
-        if is_there and self.config.get("ckpt_path"):
+        if trainer.strategy.broadcast(file.is_file()):
+            self._existing = directory
             return
-        if is_there:
-            raise FileExistsError(
-                f"trainer.logger: {directory} holds a run already; resume it with --ckpt_path last, or give another "
-                "version (without a logger, another trainer.default_root_dir)"
-            )
         self._directory = directory
         if trainer.is_global_zero:
             directory.mkdir(parents=True, exist_ok=True)
@@ -57,6 +49,18 @@ class SaveRunConfig(SaveConfigCallback):
         self.already_saved = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse to write into another run; only here does a Trainer say from Python that it resumes.
+
+        Raises:
+            FileExistsError: The directory holds a run, and no checkpoint was given.
+        """
+        if self._existing is not None and not self.already_saved and trainer.ckpt_path is None:
+            raise FileExistsError(
+                f"trainer.logger: {self._existing} holds a run already; resume it with --ckpt_path last, or give "
+                "another version (without a logger, another trainer.default_root_dir)"
+            )
+
+    def on_train_batch_start(self, *_args: Any, **_kwargs: Any) -> None:
         """Note that the run has begun, and is to be kept."""
         self._training = True
 

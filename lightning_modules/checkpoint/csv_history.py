@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ class ResumedCSVLogger(CSVLogger):
         file, aside = Path(self.log_dir) / "metrics.csv", Path(self.log_dir) / _ASIDE
         if file.is_file() and not aside.is_file():
             file.rename(aside)
-        writer = super().experiment
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
+            writer = super().experiment
         if aside.is_file():
             writer.metrics_keys = self._restore(aside, file)
             aside.unlink()
