@@ -71,6 +71,7 @@ _EXPECTED = (
     "The dirpath has changed",  # validate and test have no log directory
     "Experiment logs directory .* exists and is not empty",  # beside another logger, or resumed with its history
     ".*with Trainer configured with multiple `ModelCheckpoint` callbacks",  # the best one stands first
+    "You're using the WeightAveraging callback",  # refused where the model is sharded
     "Couldn't infer the batch indices",  # every prediction has its row_id
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated",  # Lightning's own code on the newest torch
 )

@@ -225,7 +225,9 @@ def test_a_typed_version_is_the_run_that_is_meant(
     error = error_of(["fit", *nano_args, VERSION, "absent", "--ckpt_path", "last"], capsys)
     assert str(runs / "absent") in error
     error = error_of(["fit", *nano_args, VERSION, "0"], capsys)
-    assert error.endswith("version_0 holds a run already (config.yaml); resume it with --ckpt_path last, or give another")
+    assert error.endswith(
+        "version_0 holds a run already (config.yaml); resume it with --ckpt_path last, or give another"
+    )
     best = str(runs / "version_0" / "checkpoints" / "best.ckpt")
     error = error_of(["fit", *nano_args, VERSION, "1", "--ckpt_path", best], capsys)
     assert "has step-00000002.ckpt, and is not continued from" in error
