@@ -73,14 +73,16 @@ def test_weight_averaging_works_on_one_device(nano_cli: Callable[..., DeepseekV4
     assert int(averaging._average_model.n_averaged) == 4  # type: ignore[union-attr]
 
 
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10, cycle_momentum=False)
+
+
 class OneCycle(DeepseekV41Task):
     """A user's task with a schedule that is no function of the step."""
 
     def configure_optimizers(self) -> Any:
         made = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            made["optimizer"], max_lr=0.01, total_steps=10, cycle_momentum=False
-        )
+        schedule = one_cycle(made["optimizer"])
         return made | {"lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -92,7 +94,7 @@ def test_a_schedule_of_torch_in_a_subclass_trains_and_resumes(nano_cli: Callable
         cli.trainer.fit(task, cli.datamodule, ckpt_path=path)
         rates.append(cli.trainer.lr_scheduler_configs[0].scheduler.get_last_lr()[0])  # type: ignore[union-attr]
     reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(reference, max_lr=0.01, total_steps=10, cycle_momentum=False)
+    schedule = one_cycle(reference)
     expected = []
     for _ in range(4):
         reference.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import sys
 import textwrap
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from lightning_modules.checkpoint.csv_history import ResumedCSVLogger
 from lightning_modules.checkpoint.find import find_checkpoint, missing, run_of, step_of
 from lightning_modules.checkpoint.run_directory import place_of, resolve
 from lightning_modules.cli import DeepseekV41CLI, main
+from lightning_modules.transfer.export import export_checkpoint
 
 SERVICES = '''
 from lightning.pytorch.loggers.logger import Logger
@@ -161,8 +163,6 @@ def test_a_run_is_resumed_validated_and_exported_with_any_logger(
     main(["test", *args, "--ckpt_path", "best"])
     assert f"best is {run / 'checkpoints' / 'best.ckpt'}" in capsys.readouterr().err
     assert all_files(tmp_path) == before
-    from lightning_modules.transfer.export import export_checkpoint
-
     export_checkpoint(str(run / "checkpoints" / "best.ckpt"), str(tmp_path / "exported"))
     assert (tmp_path / "exported" / "tokenizer.json").is_file()
 
@@ -290,7 +290,7 @@ def test_home_and_variables_are_expanded_once(
 
 def test_last_from_python_resumes(nano_cli: Callable[..., DeepseekV41CLI], tmp_path: Path) -> None:
     cli = nano_cli("--trainer.max_steps", "2")
-    with pytest.raises(FileNotFoundError, match="no 'last' checkpoint in .*version_0 or beside it"):
+    with pytest.raises(FileNotFoundError, match=r"no 'last' checkpoint in .*version_0 or beside it"):
         cli.trainer.fit(cli.model, cli.datamodule, ckpt_path="last")
     cli = nano_cli("--trainer.max_steps", "2")
     cli.trainer.fit(cli.model, cli.datamodule)
@@ -339,8 +339,6 @@ def test_a_run_of_no_number_is_found_by_its_time_where_there_are_none_with_one(t
         folder = tmp_path / name / "checkpoints"
         folder.mkdir(parents=True)
         (folder / "step-00000001.ckpt").touch()
-        import os
-
         os.utime(folder, ns=(index * 10**9, index * 10**9))
     assert find_checkpoint(tmp_path, "last") == tmp_path / "a" / "checkpoints" / "step-00000001.ckpt"
     (tmp_path / "version_0" / "checkpoints").mkdir(parents=True)
