@@ -24,13 +24,12 @@ import yaml
 from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.files import plain_name, settle
+from lightning_modules.arguments import READING, prepared
 from lightning_modules.callbacks import (
     BestCheckpoint,
     EngramGates,
@@ -42,18 +41,26 @@ from lightning_modules.callbacks import (
     PartSummary,
     PeakMemory,
     PredictionFile,
+    RunProgressBar,
+    RunTimer,
+    SaveRunConfig,
+    StepLabels,
     StreamMixers,
     TokenThroughput,
     UnigramBaseline,
     UpdateRatio,
 )
-from lightning_modules.checkpoint.callbacks import find_checkpoint, passed_over, run_number
+from lightning_modules.checkpoint.find import BEST_NAME, CONFIG, NAMES, missing, run_of
+from lightning_modules.checkpoint.run_directory import check_new_run, check_resumed_run, resolve
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
 from lightning_modules.parsed_options import in_one_line, require_options
+from lightning_modules.paths import expand_paths
 from lightning_modules.safe_yaml import load_plain
 from lightning_modules.task import DeepseekV41Task
-from lightning_modules.transfer.pretrained import default_options, require_folder
+from lightning_modules.trainer_options import check_trainer_options, slurm_plugin
+from lightning_modules.training.lightning_private import load_only_what_is_asked_for, share_version
+from lightning_modules.transfer.pretrained import require_folder
 
 # A text configuration is a group of options, not a class to choose. What no type checks is not instantiated, and paths
 # of modules that start programs, load pickles or remove files (jsonargparse's list) are refused wherever they stand.
@@ -84,8 +91,10 @@ _EXPECTED = (
     "Total length of `list` across ranks is zero",  # val_fraction 0 asks for it
     ".*is smaller than the logging interval",  # the task lowers the interval
     "Checkpoint directory .* exists and is not empty",  # a resumed run goes on where it was
-    "The dirpath has changed",  # validate and test have a log directory of their own
+    "The dirpath has changed",  # validate and test have no log directory
+    "Experiment logs directory .* exists and is not empty",  # beside another logger, or resumed with its history
     ".*with Trainer configured with multiple `ModelCheckpoint` callbacks",  # the best one stands first
+    "You're using the WeightAveraging callback",  # refused where the model is sharded
     "Couldn't infer the batch indices",  # every prediction has its row_id
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated",  # Lightning's own code on the newest torch
 )
@@ -108,26 +117,6 @@ class Parser(LightningArgumentParser):
             file=sys.stderr,
         )
         sys.exit(2)
-
-
-class SaveRunConfig(SaveConfigCallback):
-    """Saves configuration and tokenizer in the directory of a new run of fit; a resumed one has them already."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save, or raise if another run is using the directory."""
-        self._log_dir = trainer.log_dir  # asked for by all ranks, since the answer is rank 0's
-        if stage != "fit" or self._log_dir is None:
-            return
-        is_there = (Path(self._log_dir) / self.config_filename).is_file()
-        if self.config.get("ckpt_path") and trainer.strategy.broadcast(is_there):
-            return
-        super().setup(trainer, pl_module, stage)
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the tokenizer: the model cannot be used with another, and training it again needs the same text."""
-        tokenizer = getattr(pl_module, "tokenizer", None)
-        if tokenizer is not None and self._log_dir is not None:
-            tokenizer.save_pretrained(Path(self._log_dir) / "tokenizer")
 
 
 class DeepseekV41CLI(LightningCLI):
@@ -172,8 +161,10 @@ class DeepseekV41CLI(LightningCLI):
         """Add what is no matter of configuration: how files are written, and what every run shows."""
         config = self._get(self.config_init, "trainer", default={})
         plugins = _as_list(config.get("plugins"))
+        plugins += slurm_plugin(plugins)
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-            kwargs["plugins"] = [*plugins, AtomicCheckpointIO(optimizers=self.subcommand in (None, "fit"))]
+            plugins.append(AtomicCheckpointIO(optimizers=self.subcommand in (None, "fit")))
+        kwargs["plugins"] = plugins
         callbacks = _as_list(config.get("callbacks"))
         extra: list[Callback] = [
             PartSummary(),
@@ -184,60 +175,57 @@ class DeepseekV41CLI(LightningCLI):
         ]
         if config.get("logger") is not False:
             extra.append(LearningRateMonitor("step"))
+        if config.get("max_time") is not None:
+            extra.append(RunTimer(config["max_time"]))
+            kwargs["max_time"] = None
         if self.subcommand == "predict":
             extra.append(PredictionFile())
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
             # Not the rich one, which shows nothing useful in a log file.
-            extra.append(TQDMProgressBar(refresh_rate=5))
-        kwargs["callbacks"] = [*callbacks, *extra]
-        return super().instantiate_trainer(**kwargs)
+            extra.append(RunProgressBar(refresh_rate=5))
+        kwargs["callbacks"] = [StepLabels(), *callbacks, *extra]
+        trainer = super().instantiate_trainer(**kwargs)
+        load_only_what_is_asked_for(trainer)
+        share_version(trainer)
+        return trainer
 
     def _parse_ckpt_path(self) -> None:
         """Not LightningCLI's: stored hyper-parameters do not override the command line."""
 
     def before_instantiate_classes(self) -> None:
-        """Refuse what one process cannot build, and resolve ``--ckpt_path``, before anything is built."""
+        """Refuse what cannot work, and resolve ``--ckpt_path``, before anything is built."""
         config = self.config if self.subcommand is None else self.config[self.subcommand]
+        expand_paths(config)
+        check_trainer_options(config.trainer)
+        self._resolve_checkpoint(config)
         sizes = config.model.config
         pretrained = config.model.get("pretrained")
         if pretrained is not None:
             require_folder(pretrained)
         elif sizes.hidden_size == 5120 and sizes.num_hidden_layers == 40:
-            raise ValueError(
-                "model.config: these are the sizes of the release, 748 billion parameters, which are also the "
-                "defaults; start with --config configs/tiny.yaml"
-            )
-        name = config.get("ckpt_path") if self._run else None
-        if name in ("last", "best"):
-            config.ckpt_path = str(self._resolve(config, name))
-        elif name is not None and not Path(name).exists():
-            raise FileNotFoundError(f"ckpt_path: {name} does not exist")
+            raise ValueError(_release_sizes(config))
+        if self.subcommand in READING:
+            config.trainer.logger = False  # they print their numbers, and leave the run's curves alone
 
-    def _resolve(self, config: Any, name: str) -> Path:
-        """The file that "last" or "best" means; "last" also directs the logger to the run that it goes on from."""
-        logger = config.trainer.logger
-        init = getattr(logger, "init_args", None)
-        if init is None or "save_dir" not in init:
-            raise ValueError(f"ckpt_path: {name!r} needs trainer.logger with a save_dir, or give the file's path")
-        runs = Path(init.save_dir) / init.name
-        path, skipped = find_checkpoint(runs, name), passed_over(runs, name)
-        if skipped:
-            names = ", ".join(str(left.relative_to(runs)) for left in skipped)
-            rank_zero_only(print)(
-                f"ckpt_path: not complete, or left by a killed save or deletion, and skipped: {names}", file=sys.stderr
-            )
-        if path is None:
-            raise FileNotFoundError(f"ckpt_path: no {name!r} checkpoint under {runs}; leave --ckpt_path out to start")
-        if self.subcommand == "fit" and name == "last":
-            rank_zero_only(settle)(path.parent)  # this run writes there from now on
-            path = plain_name(path)
-            init.version = run_number(path.parent.parent)
-            if logger.class_path.endswith(".TensorBoardLogger"):
-                # What the killed run logged after its checkpoint is superseded.
-                step = int(path.stem.removeprefix("step-"))
-                logger.dict_kwargs = (logger.get("dict_kwargs") or {}) | {"purge_step": step}
-        rank_zero_only(print)(f"ckpt_path: {name} is {path}", file=sys.stderr)
-        return path
+    def _resolve_checkpoint(self, config: Any) -> None:
+        name, fits = config.get("ckpt_path") if self._run else None, self.subcommand == "fit"
+        if name in NAMES:
+            config.ckpt_path = str(resolve(config.trainer, name, resume=fits and name == "last"))
+        elif name is not None and not Path(name).exists():
+            raise FileNotFoundError(f"ckpt_path: {missing(Path(name))}")
+        elif name is not None and fits:
+            check_resumed_run(config.trainer, Path(name))
+        if fits and name in (None, BEST_NAME) and not config.trainer.get("fast_dev_run"):
+            check_new_run(config.trainer)
+
+
+def _release_sizes(config: Any) -> str:
+    """Answer to a command line that leaves the sizes at their defaults."""
+    text = "model.config: these are the sizes of the release, 748 billion parameters, which are also the defaults; "
+    if config.get("ckpt_path"):
+        saved = run_of(Path(config.ckpt_path)) / CONFIG
+        return text + f"--ckpt_path brings no configuration to fit: give that of its run, --config {saved}"
+    return text + "start with --config configs/tiny.yaml"
 
 
 def _no_advertisement(record: logging.LogRecord) -> bool:
@@ -246,36 +234,11 @@ def _no_advertisement(record: logging.LogRecord) -> bool:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
 def _tokenizer_of(data: TextDataModule) -> Any:
     return data.fast_tokenizer
-
-
-def _with_saved_config(args: list[str]) -> list[str]:
-    """For a subcommand that only reads a checkpoint, put the run's saved configuration before the other options."""
-    if not args or args[0] not in ("validate", "test", "predict"):
-        return args
-    if any(arg in ("-c", "--config") or arg.startswith("--config=") for arg in args):
-        return args
-    for index, arg in enumerate(args):
-        path = arg.removeprefix("--ckpt_path=") if arg.startswith("--ckpt_path=") else None
-        if arg == "--ckpt_path" and index + 1 < len(args):
-            path = args[index + 1]
-        if path and Path(path).exists() and (saved := Path(path).absolute().parents[1] / "config.yaml").is_file():
-            return [args[0], "--config", str(saved), *args[1:]]
-    return args
-
-
-def _with_pretrained(args: list[str]) -> list[str]:
-    """Put the architecture and tokenizer of ``--model.pretrained FOLDER`` behind it: later options still count more."""
-    for index, arg in enumerate(args):
-        if arg == "--model.pretrained" and index + 1 < len(args):
-            return [*args[: index + 2], *default_options(args[index + 1]), *args[index + 2 :]]
-        if arg.startswith("--model.pretrained="):
-            return [*args[: index + 1], *default_options(arg.partition("=")[2]), *args[index + 1 :]]
-    return args
 
 
 def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
@@ -333,7 +296,7 @@ def main(args: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        get_cli(_with_pretrained(_with_saved_config(sys.argv[1:] if args is None else args)))
+        get_cli(prepared(sys.argv[1:] if args is None else args))
     except (ValueError, OSError, ImportError, MisconfigurationException) as error:
         running = any(frame.name == "advance" for frame in traceback.extract_tb(error.__traceback__))
         if running or os.environ.get("DSV41_TRACEBACK"):

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from lightning_modules.paths import expanded
+
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -74,8 +76,17 @@ def _compare_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parsed(parser: argparse.ArgumentParser, args: list[str], *paths: str) -> argparse.Namespace:
+    """Options, with ``~`` and variables of the options `paths` expanded."""
+    options = parser.parse_args(args)
+    for name in paths:
+        if getattr(options, name) is not None:
+            setattr(options, name, expanded(getattr(options, name), f"--{name}"))
+    return options
+
+
 def _export(args: list[str]) -> None:
-    options = _export_parser().parse_args(args)
+    options = _parsed(_export_parser(), args, "ckpt_path", "output", "tokenizer")
     import torch
 
     from lightning_modules.transfer.export import export_checkpoint
@@ -97,7 +108,7 @@ def _export(args: list[str]) -> None:
 
 
 def _import(args: list[str]) -> None:
-    options = _import_parser().parse_args(args)
+    options = _parsed(_import_parser(), args, "source", "output")
     from lightning_modules.transfer.import_weights import import_folder
 
     print(import_folder(Path(options.source), Path(options.output)))
@@ -110,7 +121,7 @@ def _inspect(args: list[str]) -> None:
 
 
 def _ablate(args: list[str]) -> None:
-    options = _ablate_parser().parse_args(args)
+    options = _parsed(_ablate_parser(), args, "config", "output")
     from lightning_modules.ablation.ablate import ablate
 
     output = None if options.output is None else Path(options.output)

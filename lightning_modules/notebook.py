@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_modules.checkpoint.find import CONFIG, run_of
 from lightning_modules.cli import DeepseekV41CLI
 
 
@@ -24,7 +25,7 @@ def arguments(config: str, *options: str, checkpoint: str | None = None) -> list
         return ["--config", config, *options]
     if not Path(checkpoint).exists():
         raise FileNotFoundError(f"checkpoint: {checkpoint} does not exist")
-    saved = Path(checkpoint).absolute().parent.parent / "config.yaml"
+    saved = run_of(Path(checkpoint)) / CONFIG
     if not saved.is_file():
         raise FileNotFoundError(f"checkpoint: {checkpoint} has no configuration of its run at {saved}")
     return ["--config", str(saved), *options]

@@ -33,7 +33,12 @@ from lightning_modules.optim.groups import OptimizerConfig, build_optimizer, gro
 from lightning_modules.optim.schedule import ScheduleConfig, build_schedule
 from lightning_modules.optim.state import parameters_by_name
 from lightning_modules.strategy import EngramFSDPStrategy
-from lightning_modules.training.checks import require_finite_gradients, require_finite_loss, require_wide_parameters
+from lightning_modules.training.checks import (
+    require_finite_gradients,
+    require_finite_loss,
+    require_whole_accumulation,
+    require_wide_parameters,
+)
 from lightning_modules.training.gradients import clip_by_norm_, clip_values_, gradient_norms, local_gradients, scale_
 from lightning_modules.training.metrics import LanguageModelMetric
 from lightning_modules.training.step import StepTotals
@@ -209,7 +214,8 @@ class DeepseekV41Task(L.LightningModule):
         """
         require_wide_parameters(self.built)
         self._step = None  # a run that failed inside an accumulation may have left one
-        checkpoint_rule.apply_schedules([config.scheduler for config in self.trainer.lr_scheduler_configs])  # type: ignore[misc]
+        require_whole_accumulation(self.trainer.accumulate_grad_batches, self.trainer.num_training_batches)
+        checkpoint_rule.apply_schedules([config.scheduler for config in self.trainer.lr_scheduler_configs])
         trainer: Any = self.trainer  # the attribute is real, but Trainer's annotations do not show it
         if trainer.estimated_stepping_batches < trainer.log_every_n_steps:
             trainer.log_every_n_steps = 1

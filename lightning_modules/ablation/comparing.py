@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_modules.ablation.curves import Record, read_run, run_directories
+from lightning_modules.ablation.curves import NoLossError, Record, read_run, run_directories
 from lightning_modules.ablation.results import markdown, notes_on, summarise
+from lightning_modules.paths import expanded
 
 
 def _named(word: str) -> tuple[str | None, Path]:
@@ -23,12 +25,25 @@ def records_of(words: Sequence[str]) -> list[Record]:
 
     Raises:
         FileNotFoundError: No event files under a directory.
-        ValueError: A run has no validation loss.
+        NoLossError: A directory, or all of a folder, has no validation loss. Of several in a folder those without are
+            left out, and named on stderr.
     """
     records: list[Record] = []
     for word in words:
         name, path = _named(word)
-        records += [read_run(directory, name) for directory in run_directories(path)]
+        path = Path(expanded(str(path), "RUN"))
+        found: list[Record] = []
+        empty: list[NoLossError] = []
+        for directory in run_directories(path):
+            try:
+                found.append(read_run(directory, name))
+            except NoLossError as error:
+                empty.append(error)
+        if not found:
+            raise empty[0]
+        for reason in empty:
+            print(f"left out: {reason}", file=sys.stderr)
+        records += found
     return records
 
 

@@ -12,12 +12,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dsv41.weights.folder import read_tokenizer
 from lightning_modules.ablation.cost import Cost, cost_of
 from lightning_modules.ablation.plan import flat, text_config
+from lightning_modules.checkpoint.find import CONFIG
 from lightning_modules.transfer.run_record import saved_configuration, seed_of
 
 LOSS = "val/loss"
 TRAIN_LOSS = "train/loss"
 RATE = "train/tokens_per_sec"
 MEMORY = "train/peak_memory_mb"
+
+
+class NoLossError(ValueError):
+    """A directory of event files without a validation loss: no run, or one that was refused or ended before it."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,15 @@ def run_directories(path: Path) -> list[Path]:
         FileNotFoundError: There is none.
     """
     found = sorted({file.parent for file in path.rglob("events.out.tfevents.*")}) if path.is_dir() else []
-    found = [folder for folder in found if (folder / "config.yaml").is_file() or folder == path] or found
+    found = [folder for folder in found if (_home(folder) / CONFIG).is_file() or folder == path] or found
     if not found:
         raise FileNotFoundError(f"{path}: no event files of TensorBoard here or in a folder below")
     return found
+
+
+def _home(events: Path) -> Path:
+    """Directory of the run that event files belong to: their own, or with a logger's sub_dir the one above it."""
+    return next((folder for folder in (events, events.parent) if (folder / CONFIG).is_file()), events)
 
 
 def name_of(directory: Path) -> str:
@@ -106,16 +116,17 @@ def read_run(directory: Path, variant: str | None = None) -> Record:
         variant: Its name; None takes `name_of`.
 
     Raises:
-        ValueError: It has no validation loss.
+        NoLossError: It has no validation loss.
     """
     found = scalars(directory)
     if not found.get(LOSS):
-        raise ValueError(f"{directory}: has no {LOSS}, so there is nothing to compare")
-    config = saved_configuration(directory)
+        raise NoLossError(f"{directory}: has no {LOSS}, so there is nothing to compare")
+    home = _home(directory)
+    config = saved_configuration(home)
     rates = [event.value for event in found.get(RATE, [])]
     peaks = [event.value for event in found.get(MEMORY, [])]
     return Record(
-        variant=variant or name_of(directory),
+        variant=variant or name_of(home),
         seed=seed_of(config),
         directory=directory,
         # Lightning logs under the number of the step, from 0, here it is the steps done.
@@ -123,6 +134,6 @@ def read_run(directory: Path, variant: str | None = None) -> Record:
         train_curve={event.step + 1: event.value for event in found.get(TRAIN_LOSS, [])},
         rate=median(rates) if rates else None,
         memory=max(peaks) if peaks else None,
-        cost=_cost(directory, config),
+        cost=_cost(home, config),
         settings=flat(config) if config else {},
     )

@@ -17,6 +17,7 @@ from dsv41.config import DeepseekV41TextConfig
 from lightning_modules.ablation.cost import Cost, cost_of
 from lightning_modules.ablation.matching import FIELDS, Matched, resize
 from lightning_modules.ablation.study import Study, Variant
+from lightning_modules.checkpoint.find import run_name
 from lightning_modules.inspecting import Parsed, vocabulary
 
 # Where a run is written, which is no part of what it computes.
@@ -49,7 +50,7 @@ class Run:
     @property
     def directory(self) -> Path:
         """Event files, checkpoints and configuration, where the command line puts them."""
-        return self.folder / "version_0"
+        return self.folder / run_name(0)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import yaml
 from dsv41.files import remove_whole, written_whole
 from lightning_modules.ablation.plan import PLACE, Run, flat
 from lightning_modules.checkpoint import rule as checkpoint_rule
-from lightning_modules.checkpoint.callbacks import find_checkpoint
+from lightning_modules.checkpoint.find import find_checkpoint, step_of
 from lightning_modules.safe_yaml import load_plain
 from lightning_modules.transfer.export import open_checkpoint
 
@@ -53,7 +53,7 @@ def finished(run: Run) -> dict[str, Any] | None:
 def steps_done(run: Run) -> int:
     """Steps of the newest checkpoint; 0 if there is none."""
     path = find_checkpoint(run.folder, "last")
-    return 0 if path is None else int(path.name.split("-")[1].split(".")[0])
+    return 0 if path is None else step_of(path) or 0
 
 
 def require_same(run: Run) -> None:

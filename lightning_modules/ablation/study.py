@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from lightning_modules.paths import expanded
 from lightning_modules.safe_yaml import load_plain
 
 Match = Literal["none", "parameters", "flops"]
@@ -159,4 +160,4 @@ def read_study(path: Path) -> Study:
     if not isinstance(output, str) or not output:
         raise ValueError(f"{path}: output: must be a folder, got {output!r}")
     options = _mapping(base.get("options"), f"{path}: base.options")
-    return Study(path.stem, config, options, tuple(variants), tuple(seeds), Path(output))
+    return Study(path.stem, config, options, tuple(variants), tuple(seeds), Path(expanded(output, f"{path}: output")))

@@ -11,6 +11,8 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_modules.training.lightning_private import logs_this_step
+
 _STATUS = Path("/proc/self/status")
 
 
@@ -32,5 +34,5 @@ class PeakMemory(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Log, where the step is logged at all."""
-        if trainer._logger_connector.should_update_logs:
+        if logs_this_step(trainer):
             pl_module.log("train/peak_memory_mb", peak_memory(trainer.strategy.root_device) / 1e6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_info
 
+from dsv41.files import written_whole
+from lightning_modules.checkpoint.find import run_of
 from lightning_modules.data.rows import NO_ROW
 
 
 class PredictionFile(BasePredictionWriter):
-    """Writes what ``predict_step`` returned for all rows to ``predictions.pt`` in the run's log directory.
+    """Writes what ``predict_step`` returned for all rows to ``predictions-best.pt`` in the directory of the run whose
+    checkpoint ``best.ckpt`` was loaded; without a checkpoint to ``predictions.pt`` in ``trainer.default_root_dir``. An
+    older file is kept: the new one gets a number.
 
     The file holds a dict of tensors, all rows in their order, whatever the number of ranks; open it with
     ``torch.load(..., weights_only=True)``.
@@ -28,15 +33,29 @@ class PredictionFile(BasePredictionWriter):
         self, trainer: L.Trainer, pl_module: L.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Write the file and print where it is."""
-        path = Path(trainer.log_dir or ".") / "predictions.pt"
         whole = {
             name: torch.cat([_of_all_ranks(trainer, batch[name]) for batch in predictions]) for name in predictions[0]
         }
         real = whole["row_id"] != NO_ROW
         if trainer.is_global_zero:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({name: part[real] for name, part in whole.items()}, path)
+            path = _free_name(trainer)
+            with written_whole(path) as partial, partial.open("wb") as file:
+                torch.save({name: part[real] for name, part in whole.items()}, file)
             rank_zero_info(f"predictions: {path}")
+
+
+def _free_name(trainer: L.Trainer) -> Path:
+    if trainer.ckpt_path is None:
+        folder, name = Path(trainer.default_root_dir), "predictions"
+    else:
+        checkpoint = Path(trainer.ckpt_path)
+        folder, name = run_of(checkpoint), f"predictions-{checkpoint.stem}"
+    path = folder / f"{name}.pt"
+    for number in count(1):
+        if not path.exists():
+            break
+        path = folder / f"{name}-{number}.pt"
+    return path
 
 
 def _of_all_ranks(trainer: L.Trainer, rows: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import ThroughputMonitor
-from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 
 from dsv41.cost import Flops, flops_per_sequence
 from lightning_modules.strategy import EngramFSDPStrategy
 from lightning_modules.task import DeepseekV41Task
+from lightning_modules.training.lightning_private import compute_dtype_of_plugin, log_to_loggers, logs_this_step
 
 SECONDS = 0.2  # that measuring a CPU may take
 
@@ -58,7 +58,7 @@ def compute_dtype(trainer: L.Trainer) -> torch.dtype:
     strategy = trainer.strategy
     if isinstance(strategy, EngramFSDPStrategy) and strategy.options.mixed_precision == "bf16":
         return torch.bfloat16
-    return _plugin_to_compute_dtype(trainer.precision_plugin)
+    return compute_dtype_of_plugin(trainer)
 
 
 def peak_of_all_devices(trainer: L.Trainer) -> float | None:
@@ -117,7 +117,7 @@ class TokenThroughput(ThroughputMonitor):
     def _compute(self, trainer: L.Trainer, iter_num: int | None = None) -> None:
         # Lightning would log seven numbers a step, and call tokens "items".
         stage = trainer.state.stage
-        if stage is None or stage != "train" or not trainer._logger_connector.should_update_logs:
+        if stage is None or stage != "train" or not logs_this_step(trainer):
             return
         metrics = self._throughputs[stage].compute()
         rate = metrics.get("items_per_sec", metrics.get("device/items_per_sec"))
@@ -126,4 +126,4 @@ class TokenThroughput(ThroughputMonitor):
         found = {"train/tokens_per_sec": torch.tensor(rate)}
         if self.utilisation_per_token is not None:
             found["train/mfu"] = torch.tensor(rate * self.utilisation_per_token)
-        trainer._logger_connector.log_metrics(found, step=iter_num)
+        log_to_loggers(trainer, found, step=iter_num)

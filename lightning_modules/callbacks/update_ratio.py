@@ -15,6 +15,7 @@ from dsv41.ranks import local_rows
 from lightning_modules.insight.hooks import log_details
 from lightning_modules.optim.row_adam import rows_hit
 from lightning_modules.training.gradients import PARTS
+from lightning_modules.training.lightning_private import logs_this_step
 
 
 class _Before(NamedTuple):
@@ -91,7 +92,7 @@ class UpdateRatio(Callback):
         """Copy the values that the step is about to change: gradients are there, and nothing has been updated yet."""
         if self.every_n_steps == 0 or (trainer.global_step + 1) % self.every_n_steps:
             return
-        if trainer._logger_connector.should_update_logs:
+        if logs_this_step(trainer):
             self._before = [
                 _copy(name, parameter)
                 for name, parameter in pl_module.named_parameters()

@@ -1,8 +1,7 @@
-"""The newest checkpoint, to go on from, and the best one, to use."""
+"""Callbacks that write the newest checkpoint, to resume from, and the best one, to use."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,15 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from dsv41.files import discard, leftovers, plain_name, settle, whole_names
-from lightning_modules.training.step_numbers import forget_logged_step, log_step_now
-
-BEST_NAME = "best"
-_STEP_FILE = re.compile(r"^step-(\d+)\.ckpt$")
-_RUN_FOLDER = re.compile(r"^version_(\d+)$")
+from dsv41.files import discard, settle
+from lightning_modules.checkpoint.find import BEST_NAME, runs_in, search, steps_in
+from lightning_modules.checkpoint.run_directory import run_directory
+from lightning_modules.training.lightning_private import (
+    forget_logged_step,
+    inside_accumulation,
+    log_step_now,
+    validation_follows,
+)
 
 
 class LatestCheckpoint(ModelCheckpoint):
@@ -64,11 +66,11 @@ class LatestCheckpoint(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Save if this batch ended an optimizer step at which a save is due."""
-        if trainer.fit_loop._should_accumulate():
+        if inside_accumulation(trainer):
             return
         if trainer.global_step % self.every_n_steps and not _ends_with_this_batch(trainer):
             return
-        if _validation_follows(trainer):
+        if validation_follows(trainer):
             self._due_after_validation = True
         else:
             log_step_now(trainer)
@@ -84,7 +86,7 @@ class LatestCheckpoint(ModelCheckpoint):
 
         The curves of a run resumed from here are one step off: Lightning has already counted the step as logged.
         """
-        if not trainer.fit_loop._should_accumulate():
+        if not inside_accumulation(trainer):
             self._save_once(trainer)
 
     def _save_once(self, trainer: L.Trainer) -> None:
@@ -92,6 +94,21 @@ class LatestCheckpoint(ModelCheckpoint):
         if trainer.global_step == self._last_global_step_saved or self._should_skip_saving_checkpoint(trainer):
             return
         self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def _find_last_checkpoints(self, trainer: L.Trainer) -> set[str]:
+        """Answer ``trainer.fit(..., ckpt_path="last")`` from Python: the newest step of the trainer's own run, or of
+        the newest run beside it, from which a new one is started.
+
+        Raises:
+            FileNotFoundError: There is none; Lightning would start anew.
+        """
+        run = run_directory(trainer)
+        found = search([run], "last").path
+        if found is None and trainer.loggers:
+            found = search(runs_in(run.parent), "last").path
+        if found is None:
+            raise FileNotFoundError(f"ckpt_path: no 'last' checkpoint in {run} or beside it; leave it out to start")
+        return {str(found)}
 
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
         super()._save_checkpoint(trainer, filepath)
@@ -115,61 +132,3 @@ def _ends_with_this_batch(trainer: L.Trainer) -> bool:
         or trainer.should_stop
         or (last_epoch and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
     )
-
-
-def _validation_follows(trainer: L.Trainer) -> bool:
-    """Whether Lightning is about to validate after the batch that has just ended."""
-    loop = trainer.fit_loop.epoch_loop
-    fetcher = trainer.fit_loop._data_fetcher
-    return fetcher is not None and loop._should_check_val_fx(fetcher) and not loop.val_loop.skip
-
-
-def steps_in(folder: Path) -> list[Path]:
-    """Complete checkpoints of `LatestCheckpoint` in `folder`, oldest step first."""
-    found = [(int(match[1]), path) for name, path in whole_names(folder).items() if (match := _STEP_FILE.match(name))]
-    return [path for _, path in sorted(found)]
-
-
-def run_number(folder: Path) -> int | None:
-    """N of a run directory ``version_N`` as TensorBoardLogger names it, or None."""
-    match = _RUN_FOLDER.match(folder.name)
-    return int(match[1]) if match else None
-
-
-def _runs(runs: Path) -> list[Path]:
-    """Directories of checkpoints, the newest run first."""
-    numbered = [(number, path) for path in runs.glob("*") if (number := run_number(path)) is not None]
-    return [run / "checkpoints" for _, run in sorted(numbered, reverse=True)]
-
-
-def _found_in(folder: Path, name: str) -> Path | None:
-    if name == BEST_NAME:
-        return whole_names(folder).get(f"{BEST_NAME}.ckpt")
-    steps = steps_in(folder)
-    return steps[-1] if steps else None
-
-
-def find_checkpoint(runs: Path, name: str) -> Path | None:
-    """Resolve "last" or "best" among the runs of one experiment.
-
-    Args:
-        runs: Directory with ``version_0``, ``version_1``, ...
-        name: "last" is the newest step of the newest run that has any checkpoint; "best" is its best one.
-
-    Checkpoints that are not complete do not count; one that is, but did not get its name before a kill, does.
-
-    Returns:
-        The file or folder, or None.
-    """
-    return next((found for folder in _runs(runs) if (found := _found_in(folder, name))), None)
-
-
-def passed_over(runs: Path, name: str) -> list[Path]:
-    """What `find_checkpoint` has seen and not taken: incomplete checkpoints, and what kills have left of others."""
-    seen: list[Path] = []
-    for folder in _runs(runs):
-        kind = re.compile(rf"^{BEST_NAME}\.ckpt$") if name == BEST_NAME else _STEP_FILE
-        seen += [path for path in leftovers(folder) if kind.match(plain_name(path).name)]
-        if _found_in(folder, name):
-            break
-    return seen

@@ -86,12 +86,14 @@ def follow_command_line(checkpoint: dict[str, Any], settings: dict[str, dict[str
                 schedule["base_lrs"][index] = own["initial_lr"]
 
 
-def apply_schedules(schedules: list[LambdaLR]) -> None:
+def apply_schedules(schedules: list[Any]) -> None:
     """Set every group's learning rate to what its schedule says for the steps done so far.
 
     After a resume the stored rate is the one of the old schedule; without a change this sets the same number again.
     """
     for schedule in schedules:
+        if not isinstance(schedule, LambdaLR):
+            continue  # of a subclass of the task: no function of the step alone
         rates = [
             base * factor(schedule.last_epoch)
             for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)

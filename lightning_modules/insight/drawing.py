@@ -15,6 +15,7 @@ import numpy.typing as npt
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_modules.insight.hooks import WITHIN
+from lightning_modules.training.lightning_private import logged_step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,11 +32,6 @@ def boards(trainer: L.Trainer) -> list[Any]:
     if not trainer.is_global_zero:
         return []
     return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-
-
-def logged_step(trainer: L.Trainer) -> int:
-    """Step under which Lightning logs the scalars of a validation."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def pixels(figure: Figure) -> Array:

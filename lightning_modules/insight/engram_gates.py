@@ -19,12 +19,12 @@ from lightning_modules.insight.drawing import (
     boards,
     colour_bar,
     heat_map,
-    logged_step,
     new_axes,
     show,
 )
 from lightning_modules.insight.hooks import WITHIN, Taps, ValidationObserver, log, log_details, over_ranks, watch
 from lightning_modules.text import readable, token_texts
+from lightning_modules.training.lightning_private import logged_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dsv41.model import DeepseekV41ForCausalLM
+from lightning_modules.training.lightning_private import log_to_loggers
 
 # First part of the tags of everything diagnostic. TensorBoard sorts by tag, and this is behind train/ and val/.
 WITHIN = "within"
@@ -159,9 +160,7 @@ def log_details(trainer: L.Trainer, values: Mapping[str, Any]) -> None:
     Not `pl_module.log`: there would be a hundred more lines under ``dsv41 validate``, and an exchange of the ranks for
     each.
     """
-    trainer._logger_connector.log_metrics(
-        {f"{WITHIN}/{name}": torch.as_tensor(value) for name, value in values.items()}
-    )
+    log_to_loggers(trainer, {f"{WITHIN}/{name}": torch.as_tensor(value) for name, value in values.items()})
 
 
 def log(pl_module: L.LightningModule, name: str, value: Tensor | float, constant: bool = False) -> None:

@@ -53,6 +53,23 @@ def require_finite_gradients(norm: Tensor, gradients: Mapping[str, Tensor], step
     raise NonFiniteError(f"gradient norm is {float(norm)} in optimizer step {step}; {cause}")
 
 
+def require_whole_accumulation(asked: int, batches: float) -> None:
+    """Raise unless an epoch has the micro-batches of an optimizer step: Lightning steps at the end of each epoch.
+
+    Args:
+        asked: ``trainer.accumulate_grad_batches``.
+        batches: Training batches of an epoch on each rank.
+
+    Raises:
+        ValueError: The epoch is shorter.
+    """
+    if asked > batches:
+        raise ValueError(
+            f"trainer.accumulate_grad_batches: must be at most {int(batches)}, the batches of an epoch, got {asked}: "
+            "an optimizer step ends with its epoch; give more text or a smaller data.batch_size"
+        )
+
+
 def _wide(model: DeepseekV41ForCausalLM) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, parameter) for name, parameter in model.named_parameters() if model.stays_fp32(name))
     for name, module in model.named_modules():

@@ -23,6 +23,7 @@ from dsv41.weights.saving import save_for_transformers, save_released
 from dsv41.weights.writing import SaveAudit, require_free, size_in_bytes
 from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.checkpoint import sharded as sharded_checkpoint
+from lightning_modules.checkpoint.find import missing, run_of
 from lightning_modules.checkpoint.safe_load import read_plain, require_sound
 from lightning_modules.transfer.run_record import run_numbers
 
@@ -69,7 +70,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     """
     if not path.exists():
         raise FileNotFoundError(
-            f"ckpt_path: {path} does not exist; it is a path here, such as runs/tiny/version_0/checkpoints/best.ckpt"
+            f"ckpt_path: {missing(path)}; it is a path here, such as runs/tiny/version_0/checkpoints/best.ckpt"
         )
     if path.is_dir():
         meta = sharded_checkpoint.read_meta(path)
@@ -84,18 +85,13 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     return OpenCheckpoint(path, meta, own)
 
 
-def run_directory(path: Path) -> Path:
-    """Of a checkpoint: ``RUN/checkpoints/NAME.ckpt``."""
-    return path.absolute().parents[1]
-
-
 def model_of(checkpoint: OpenCheckpoint, tokenizer: PreTrainedTokenizerFast | None) -> DeepseekV41ForCausalLM:
     """The checkpoint's model with its weights, in the precision that they are stored in."""
     about = checkpoint.meta[checkpoint_rule.KEY]
     config = DeepseekV41Config(text_config=DeepseekV41TextConfig(**about["text_config"]))
     if config.text_config.active_engram_layer_ids and tokenizer is None:
         raise ValueError(
-            f"tokenizer: the model's Engram hashes texts, but {run_directory(checkpoint.path)} has no tokenizer; give "
+            f"tokenizer: the model's Engram hashes texts, but {run_of(checkpoint.path)} has no tokenizer; give "
             "its folder with --tokenizer"
         )
     with torch.device("meta"):
@@ -150,12 +146,12 @@ def export_checkpoint(
     size_in_bytes(max_shard_size)
     path = Path(ckpt_path)
     checkpoint = open_checkpoint(path)
-    place = run_directory(path) / "tokenizer" if tokenizer is None else Path(tokenizer)
+    place = run_of(path) / "tokenizer" if tokenizer is None else Path(tokenizer)
     found = read_tokenizer(place) if place.is_dir() else None
     if tokenizer is not None and found is None:
         raise FileNotFoundError(f"tokenizer: no tokenizer.json in {tokenizer}")
     model = model_of(checkpoint, found)
-    card = model_card(model, run_numbers(checkpoint.meta, run_directory(path)), license=license)
+    card = model_card(model, run_numbers(checkpoint.meta, run_of(path)), license=license)
     if format == "hf":
         return save_for_transformers(model, folder, dtype, max_shard_size, card=card)
     return save_released(model, folder, dtype, quantized, max_shard_size, card=card)

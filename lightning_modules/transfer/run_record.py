@@ -10,6 +10,7 @@ import yaml
 
 from dsv41.weights.card import RunNumbers
 from lightning_modules.checkpoint import rule as checkpoint_rule
+from lightning_modules.checkpoint.find import CONFIG
 from lightning_modules.safe_yaml import load_plain
 
 
@@ -19,7 +20,7 @@ def saved_configuration(run: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is no YAML; names it.
     """
-    file = run / "config.yaml"
+    file = run / CONFIG
     try:
         loaded = load_plain(file.read_text(encoding="utf-8")) if file.is_file() else None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -17,7 +17,7 @@ from failing_run import train
 from ranks import fork, run
 
 from lightning_modules import cli
-from lightning_modules.checkpoint.callbacks import find_checkpoint
+from lightning_modules.checkpoint.find import find_checkpoint
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 
 SCRIPT = Path(__file__).with_name("failing_run.py")

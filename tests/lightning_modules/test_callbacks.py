@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dsv41.cost import PARTS, Flops, flops_per_sequence, parameters_by_part, part_of
 from dsv41.files import MARKER, begin_folder, publish_folder
 from lightning_modules.callbacks import LatestCheckpoint, TokenThroughput, throughput
-from lightning_modules.checkpoint.callbacks import find_checkpoint, steps_in
+from lightning_modules.checkpoint.find import find_checkpoint, steps_in
 from lightning_modules.cli import DeepseekV41CLI
 
 

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_modules import __main__ as entry
 from lightning_modules import commands
-from lightning_modules.checkpoint.callbacks import find_checkpoint
+from lightning_modules.checkpoint.find import find_checkpoint
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 from lightning_modules.cli import DeepseekV41CLI, get_cli, main
 from lightning_modules.optim.schedule import ScheduleConfig, learning_rate_factor
@@ -367,7 +367,7 @@ def test_a_longer_schedule_rules_from_the_first_step_after_a_resume(trained: Pat
 def test_predictions_are_a_file(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     in_runs = ["--trainer.logger.init_args.save_dir", str(trained.parent.parent)]
     main(["predict", "--ckpt_path", str(trained / "checkpoints" / "best.ckpt"), *in_runs])
-    found = list(trained.parent.rglob("predictions.pt"))
+    found = list(trained.parent.rglob("predictions*.pt"))
     assert len(found) == 1
     predictions = torch.load(found[0], weights_only=True)
     assert predictions["next_token"].shape == predictions["log_probability"].shape

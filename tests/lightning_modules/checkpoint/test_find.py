@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from jsonargparse import Namespace
 
 from dsv41.files import MARKER, begin_folder, publish_folder
-from lightning_modules.checkpoint.callbacks import find_checkpoint, passed_over
-from lightning_modules.cli import DeepseekV41CLI, main
+from lightning_modules.checkpoint import run_directory
+from lightning_modules.checkpoint.find import find_checkpoint, runs_in, search
+from lightning_modules.cli import main
 
 HEX = "0f" * 16
 
@@ -29,8 +28,12 @@ def resolve(runs: Path, name: str, subcommand: str = "fit") -> Path:
     """What the command line makes of ``--ckpt_path last``."""
     init = Namespace(save_dir=str(runs.parent), name=runs.name)
     logger = Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=init)
-    cli: Any = SimpleNamespace(subcommand=subcommand)
-    return DeepseekV41CLI._resolve(cli, Namespace(trainer=Namespace(logger=logger)), name)
+    return run_directory.resolve(Namespace(logger=logger), name, resume=subcommand == "fit")
+
+
+def passed_over(runs: Path, name: str) -> list[Path]:
+    """What the search has seen and not taken."""
+    return list(search(runs_in(runs), name).skipped)
 
 
 @pytest.fixture
