@@ -93,6 +93,12 @@ NANO = {
 torch.set_num_threads(int(os.environ.get("DSV41_TEST_THREADS", "1")))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the tests that compare with recorded files."""
+    parser.addoption("--record-curves", action="store_true", help="record tests/data/golden_curves.json anew")
+    parser.addoption("--record-options", action="store_true", help="record tests/data/options.json anew")
+
+
 @pytest.fixture(autouse=True)
 def no_launch_left() -> Iterator[None]:
     """Lightning leaves a launch's variables in this process, where ranks that a later test starts would take them up:
