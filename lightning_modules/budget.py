@@ -1,4 +1,4 @@
-"""What a configuration costs: parameters, operations and bytes, without building it.
+"""Cost of a configuration: parameters, operations and bytes, without building it.
 
 Shapes are those of the real modules, built on the meta device, so the counts are exact. Bytes are those of a rank of
 `EngramFSDPStrategy`, which holds its rows of everything: fp32 weights and gradients, and the optimizer's state. What a
@@ -80,14 +80,14 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes in total."""
         return self.weights + self.gradients + self.optimizer + self.gathered
 
 
 def bytes_per_rank(
     parameters: dict[str, nn.Parameter], optimizer: OptimizerConfig, world_size: int, compute_bytes: int = FP32
 ) -> RankBytes:
-    """What rank 0 of `world_size` holds, which has as many rows of everything as any.
+    """Bytes held by rank 0 of `world_size`, which has as many rows of everything as any other.
 
     Args:
         parameters: Of `named_parameters`.

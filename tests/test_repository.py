@@ -130,10 +130,8 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_point_at_files_that_exist(page: str) -> None:
-    """Paths in code marks count from the root, links from the page; old paths of the changelog are passed over."""
+    """Paths in code marks count from the root, links from the page."""
     text = (ROOT / page).read_text()
-    if page == "CHANGELOG.md":
-        text = re.sub(r"^\| `[^|]*\|", "|", text, flags=re.MULTILINE)
     marked = re.findall(r"`((?:dsv41|lightning_modules|configs|tests|docs|benchmarks|notebooks)/[\w./-]*)`", text)
     linked = [path for path in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text) if not path.startswith("http")]
     assert marked or linked

@@ -1,4 +1,4 @@
-"""Curves as pictures; matplotlib comes with the extra [plots]."""
+"""Pictures of curves, by matplotlib."""
 
 from __future__ import annotations
 
