@@ -14,7 +14,7 @@ from dsv41.config.text import BASE_FIELDS_OF_OURS, BASE_KEYS, METADATA_FIELDS, T
 
 
 class DeepseekV41VisionConfig(PretrainedConfig):
-    """Configuration of the vision tower (ARCHITECTURE 10). Defaults are the released values; `num_hidden_layers` 0 means no tower."""
+    """Configuration of the vision tower (ARCHITECTURE 10), by default the released one; without layers, no tower."""
 
     model_type = "deepseek_v41_vision"
     base_config_key = "vision_config"
