@@ -19,6 +19,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from dsv41 import DeepseekV41TextConfig
 from dsv41.schedule import layer_plans
 
+PICTURE = Path(__file__).with_name("architecture.svg")
 INK, STREAM = "#24292f", "#6e7781"
 ENGRAM, MIXING, ATTENTION, EXPERTS, PLAIN = "#f6c177", "#b8c0ff", "#8ecae6", "#a3d9a5", "#e6e8eb"
 ROLES = {"window": PLAIN, "Full": "#1f77b4", "Reindex": "#8ecae6", "Reuse": "#dcecf6"}
@@ -102,17 +103,18 @@ def draw_roles(axes: Axes) -> None:
         axes.text(x + 0.28, 0.92, meaning[role], fontsize=8, va="center", color=INK)
 
 
-def main() -> None:
+def main(path: Path = PICTURE) -> None:
     """Write the picture; equal inputs give equal bytes."""
-    pyplot.rcParams.update({"svg.hashsalt": "dsv41", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
-    figure, axes = pyplot.subplots(figsize=(10.5, 4.9))
-    figure.subplots_adjust(0, 0, 1, 1)
-    axes.set(xlim=(0, 12.6), ylim=(0, 5.88))
-    axes.axis("off")
-    draw_block(axes)
-    draw_roles(axes)
-    # An opaque ground, so that dark pages show it as light ones do.
-    figure.savefig(Path(__file__).with_name("architecture.svg"), facecolor="white", metadata={"Date": None})
+    with pyplot.rc_context({"svg.hashsalt": "dsv41", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
+        figure, axes = pyplot.subplots(figsize=(10.5, 4.9))
+        figure.subplots_adjust(0, 0, 1, 1)
+        axes.set(xlim=(0, 12.6), ylim=(0, 5.88))
+        axes.axis("off")
+        draw_block(axes)
+        draw_roles(axes)
+        # An opaque ground, so that dark pages show it as light ones do.
+        figure.savefig(path, facecolor="white", metadata={"Date": None})
+        pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -21,29 +21,30 @@ COLOURS = {"this code": "#1f77b4", "AutoModel, as it comes": "#d62728", "AutoMod
 AXES = {"seconds": "seconds of CPU time", "megabytes": "peak memory, MB"}
 
 
-def main() -> None:
+def main(path: Path = HERE / "train_step.svg") -> None:
     """Write the picture; equal inputs give equal bytes."""
     with (HERE / "train_step.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     lengths = sorted({int(row["positions"]) for row in rows})
-    pyplot.rcParams.update({"svg.hashsalt": "dsv41", "font.family": "DejaVu Sans"})
-    figure, both = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axes, (column, title) in zip(both, AXES.items(), strict=True):
-        curves = defaultdict(list)
-        for row in rows:
-            if row[column]:
-                point = (int(row["positions"]), float(row[column]))
-                curves[row["implementation"], row["allocator"]].append(point)
-        for (implementation, allocator), points in curves.items():
-            label = implementation if allocator == "default" else f"{implementation}, {allocator} allocator"
-            style = "-o" if allocator == "default" else "--."
-            axes.plot(*zip(*points, strict=True), style, color=COLOURS[implementation], label=label)
-        axes.set(xscale="log", yscale="log", xlabel="positions", ylabel=title)
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    both[0].legend(frameon=False, fontsize=8, loc="upper left")
-    figure.savefig(HERE / "train_step.svg", facecolor="white", metadata={"Date": None})
+    with pyplot.rc_context({"svg.hashsalt": "dsv41", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
+        figure, both = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for axes, (column, title) in zip(both, AXES.items(), strict=True):
+            curves = defaultdict(list)
+            for row in rows:
+                if row[column]:
+                    point = (int(row["positions"]), float(row[column]))
+                    curves[row["implementation"], row["allocator"]].append(point)
+            for (implementation, allocator), points in curves.items():
+                label = implementation if allocator == "default" else f"{implementation}, {allocator} allocator"
+                style = "-o" if allocator == "default" else "--."
+                axes.plot(*zip(*points, strict=True), style, color=COLOURS[implementation], label=label)
+            axes.set(xscale="log", yscale="log", xlabel="positions", ylabel=title)
+            axes.set_xticks(lengths, [str(length) for length in lengths])
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        both[0].legend(frameon=False, fontsize=8, loc="upper left")
+        figure.savefig(path, facecolor="white", metadata={"Date": None})
+        pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
@@ -160,6 +162,25 @@ def test_pages_point_at_files_that_exist(page: str) -> None:
     missing = [path for path in marked if not (ROOT / path).exists()]
     missing += [path for path in linked if not ((ROOT / page).parent / path).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("name", ["architecture", "train_step"])
+def test_drawn_pictures_are_current(name: str, tmp_path: Path) -> None:
+    """Elements and colours of the stored picture are those that its script draws; glyphs depend on the library."""
+    runpy.run_path(str(ROOT / "docs" / f"draw_{name}.py"))["main"](tmp_path / "drawn.svg")
+    drawn, stored = ((path).read_text() for path in (tmp_path / "drawn.svg", ROOT / "docs" / f"{name}.svg"))
+    for pattern in (r'id="((?:text|patch|line2d)_\d+)"', r"fill: (#\w+)", r"<!-- (.*?) -->"):
+        assert re.findall(pattern, drawn) == re.findall(pattern, stored) != []
+
+
+def test_hooks_workflow_and_forms_parse() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {hook["id"] for hook in hooks} == {"ruff-check", "ruff-format", "codespell", "notebook-outputs"}
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    assert {"run": ".ci/run"}.items() <= workflow["jobs"]["tests"]["steps"][-1].items()
+    forms = [yaml.safe_load(path.read_text()) for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")]
+    assert len(forms) == 2
+    assert all(form["name"] and form["description"] and form["body"] for form in forms)
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -173,7 +173,7 @@ def run_plan(plan: Plan, jobs: int, only_plan: bool, stream: TextIO) -> int:
             print(file=stream)
             failed = run_all(plan.runs, jobs, Progress(plan, jobs, stream))
         except KeyboardInterrupt:
-            print("stopped; the same command goes on from here", file=stream)
+            print("stopped; the same command resumes from here", file=stream)
             return 130
         print(f"\n{write_all(plan, jobs)}", file=stream)
     if failed:
