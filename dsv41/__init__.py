@@ -9,7 +9,7 @@ from dsv41.backend import BackendConfig
 from dsv41.config import DeepseekV41Config, DeepseekV41TextConfig, DeepseekV41VisionConfig
 from dsv41.model import DeepseekV41ForCausalLM
 
-# Whoever imports this package means this model, also where transformers has one of the same type.
+# Importing this package selects this model, also where transformers has one of the same type.
 AutoConfig.register(DeepseekV41Config.model_type, DeepseekV41Config, exist_ok=True)
 AutoModelForCausalLM.register(DeepseekV41Config, DeepseekV41ForCausalLM, exist_ok=True)
 

@@ -4,7 +4,7 @@
             x --wkv, kv_norm, rope, fp8--> window KV [B,S,D]              (every layer)
   Full      x --compressor--> latent --rope, nvfp4--> compressed KV [B,T,D]  \
             latent --indexer--> index keys [B,T,E] --> selection [B,S,K]      > AttentionState, used by later layers
-  Reindex   shared keys --indexer--> a selection of its own                  /
+  Reindex   shared keys --indexer--> a new selection                         /
   Reuse     everything from the state
             softmax over window, selection and sink --> un-rope --> wo_a (per group) --> wo_b --> [B,S,H]
 
@@ -34,9 +34,9 @@ from dsv41.schedule import layer_plan
 
 
 class AttentionState(NamedTuple):
-    """What CSA2 layers hand to the layers after them. Never mutated: a layer returns a new one.
+    """State that CSA2 layers hand to later layers. Immutable: a layer returns a new one.
 
-    A tuple, so that whatever hooks into a block's inputs and outputs (FSDP2, say) finds the tensors in it.
+    A tuple, so that hooks on a block's inputs and outputs (FSDP2's, for example) find the tensors in it.
 
     Attributes:
         compressed_kv: Shared compressed keys/values [B, T, D], rotated and NVFP4-rounded.
@@ -44,7 +44,7 @@ class AttentionState(NamedTuple):
         group_mask: Valid compressed positions, bool [B, T].
         selection: Selected positions int64 [B, S, K], -1 where absent.
         candidate_blocks: Candidate blocks int64 [B, S, N], -1 where absent; None before a candidate source.
-        indexer_loss: Sum of what learned indexers have to learn from so far, a scalar; None if none does.
+        indexer_loss: Sum of the losses of learned indexers so far, a scalar; None without any.
     """
 
     compressed_kv: Tensor | None = None
@@ -56,11 +56,11 @@ class AttentionState(NamedTuple):
 
 
 class AttentionCore(nn.Module):
-    """Attention over keys that are given, with its sinks. A separate module, so that sinks can stay fp32.
+    """Attention over given keys, with its sinks. A separate module, so that sinks can stay fp32.
 
     Args:
         heads: Query heads.
-        window: Raw positions that a query sees; None is all up to the query.
+        window: Raw positions that a query sees; None for all up to the query.
         ratio: Tokens per compressed position; 0 without.
         implementation: A key of `dsv41.ops.sparse_attention.IMPLEMENTATIONS` (`BackendConfig.attn`).
     """
@@ -71,7 +71,7 @@ class AttentionCore(nn.Module):
         self.attn_sink = nn.Parameter(torch.zeros(heads))
 
     def init_weights(self, draws: NamedDraws) -> None:
-        """A sink logit of zero: one unit of attention mass beside the keys."""
+        """Initialise sink logits to zero: one unit of attention mass beside the keys."""
         nn.init.zeros_(self.attn_sink)
 
     def forward(
@@ -104,7 +104,7 @@ class AttentionCore(nn.Module):
 
 
 class DeepseekV41Attention(nn.Module):
-    """One CSA2 attention site. Which parts it owns follows from the layer schedule: see the module docstring.
+    """CSA2 attention site. The layer schedule decides which parts it owns; see the module docstring.
 
     Args:
         config: Text configuration.
@@ -139,11 +139,11 @@ class DeepseekV41Attention(nn.Module):
         self.indexer = build_indexer(config, layer_idx) if plan.selects else None
 
     def _window(self, config: DeepseekV41TextConfig) -> int | None:
-        """Raw positions that a query sees; None is all up to its own."""
+        """Raw positions that a query sees; None for all up to the query."""
         return config.sliding_window
 
     def _stored(self, keys: Tensor, name: str) -> Tensor:
-        """Keys and values as a cache of the format `name` would give them back."""
+        """Keys and values after rounding to the cache format `name`."""
         return fake_quantize(keys, name) if self.quantized else keys
 
     def _query_rotations(self, positions: Tensor) -> Tensor:
@@ -156,11 +156,11 @@ class DeepseekV41Attention(nn.Module):
     def forward(
         self, x: Tensor, state: AttentionState, position_ids: Tensor, token_mask: Tensor
     ) -> tuple[Tensor, AttentionState]:
-        """Attend.
+        """Attention output of the site, and the state for the next layer.
 
         Args:
             x: Normed input [B, S, H].
-            state: What earlier layers published.
+            state: State of earlier layers.
             position_ids: int64 [B, S], 0 to S - 1 in every row.
             token_mask: Bool [B, S]; padding is false, on the right only.
 
@@ -186,7 +186,7 @@ class DeepseekV41Attention(nn.Module):
     def _publish(
         self, x: Tensor, q_latent: Tensor, table: Tensor, state: AttentionState, token_mask: Tensor
     ) -> AttentionState:
-        """The state with this layer's own keys and selection in it, where it owns any."""
+        """State with this layer's keys and selection added, where it owns any."""
         if self.compressor is not None:
             latent = self.compressor(x)
             rotations = self._compressed_rotations(latent.shape[1], x.device)
@@ -207,7 +207,7 @@ class DeepseekV41Attention(nn.Module):
         return state
 
     def _teach(self, x: Tensor, q_latent: Tensor, table: Tensor, state: AttentionState, mass: Tensor) -> AttentionState:
-        """The state with this layer's indexer loss added: how far its scores are from the attention's `mass`."""
+        """State with this layer's indexer loss added: divergence of its scores from the attention's `mass`."""
         assert self.indexer is not None
         assert state.index_keys is not None
         assert state.selection is not None
@@ -215,7 +215,7 @@ class DeepseekV41Attention(nn.Module):
         return state._replace(indexer_loss=loss if state.indexer_loss is None else state.indexer_loss + loss)
 
     def _project(self, out: Tensor) -> Tensor:
-        """[B, S, heads, D] through each group's own block of `wo_a`, then all together through `wo_b`."""
+        """Output projection of [B, S, heads, D]: one block of `wo_a` per group, then `wo_b` over all groups."""
         grouped = out.unflatten(2, (self.groups, -1)).flatten(3)
         blocks = self.wo_a.weight.view(self.groups, self.group_rank, -1)
         latent = torch.einsum("bsgi,gri->bsgr", grouped, blocks.to(grouped.dtype)).flatten(2)
@@ -223,17 +223,17 @@ class DeepseekV41Attention(nn.Module):
 
 
 class WindowAttention(DeepseekV41Attention):
-    """The window alone: a schedule without compressed positions, so neither compressor nor indexer."""
+    """Window attention: no compressed positions, hence neither compressor nor indexer."""
 
 
 class FullAttention(WindowAttention):
-    """Dense causal attention over all tokens, with the same projections: what sparsity is an approximation of."""
+    """Dense causal attention over all tokens, with the same projections: the limit that CSA2 approximates."""
 
     def _window(self, config: DeepseekV41TextConfig) -> int | None:
         return None
 
 
 def build_attention(config: DeepseekV41TextConfig, layer_idx: int, backend: BackendConfig) -> DeepseekV41Attention:
-    """The attention site that ``config.attention`` names."""
+    """Attention site named by ``config.attention``."""
     kinds = {"csa2": DeepseekV41Attention, "window": WindowAttention, "full": FullAttention}
     return kinds[config.attention](config, layer_idx, backend)

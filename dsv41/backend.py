@@ -12,7 +12,7 @@ LossBackend = Literal["chunked", "full"]
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """How to compute; every combination gives the same values and gradients up to rounding.
+    """Implementations to compute with; all combinations give equal values and gradients up to rounding.
 
     Args:
         attn: "sparse" reads only the keys that are attended, so that time and memory grow with the length, not with its
@@ -26,7 +26,7 @@ class BackendConfig:
             `logits` is None where labels are given; "full" makes all logits first and returns them beside the loss.
         compile_engram: Run the Engram gate through `dsv41.engram.compile_engram_gate` (whole process).
         compile_hc: Run the mixing of the residual streams through ``torch.compile`` (`dsv41.ops.mixing`).
-        sparse_table_gradient: Give Engram tables row-sparse gradients, so that a step makes nothing of a table's size.
+        sparse_table_gradient: Give Engram tables row-sparse gradients, so that a step allocates nothing of their size.
             For an optimizer that takes them, such as torch's SGD or SparseAdam (AdamW does not). `dsv41 fit` sets it
             by the optimizer's rule for tables.
         gradient_checkpointing: Recompute each block in the backward pass instead of storing its activations.

@@ -1,7 +1,7 @@
 """Pooling of r consecutive tokens into one compressed key/value (ARCHITECTURE 4, KV source layers).
 
-Ratio 1 is a plain projection. Above that, every channel pools its group with a softmax of its own over learned gate
-logits, in fp32; groups do not overlap and an incomplete last group yields nothing.
+Ratio 1 is a plain projection. Above that, every channel pools its group with a softmax over its learned gate logits,
+in fp32; groups do not overlap and an incomplete last group yields nothing.
 
 Shapes: B batch, S sequence, T = floor(S / r), H hidden, D head_dim.
 """
@@ -17,7 +17,7 @@ from dsv41.ops.precision import full_precision, widen
 
 
 class Compressor(nn.Module):
-    """Makes the latent that becomes shared compressed KV and index keys.
+    """Compressor of tokens into the latent behind shared compressed KV and index keys.
 
     Args:
         config: Uses hidden_size, head_dim, rms_norm_eps.
@@ -44,6 +44,6 @@ class Compressor(nn.Module):
         return self.norm(pooled.to(x.dtype))
 
     def group_mask(self, token_mask: Tensor) -> Tensor:
-        """Which compressed positions are valid: bool [B, T], true where all r tokens of `token_mask` [B, S] are."""
+        """Mask of valid compressed positions: bool [B, T], true where all r tokens of `token_mask` [B, S] are."""
         groups = token_mask.shape[1] // self.ratio
         return token_mask[:, : groups * self.ratio].unflatten(1, (groups, self.ratio)).all(dim=2)

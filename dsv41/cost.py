@@ -1,16 +1,16 @@
-"""Parameters and floating-point operations of a model, by part: the first from its names, the second from its
-configuration alone.
+"""Parameters and floating-point operations of a model, by part: the former from parameter names, the latter from the
+configuration.
 
-Counted is what the function needs, 2 per multiply-add: every product that sums over channels, keys, streams or heads,
+The count covers the function, 2 per multiply-add: every product that sums over channels, keys, streams or heads,
 and the outer products with which a site or a memory writes into the streams. Each query counts the positions that it
-sees or has chosen, early ones fewer. Not counted is what takes a few operations per element: norms, softmax and other
+sees or has selected, early ones fewer. Not counted are elementwise operations: norms, softmax and other
 activations, Sinkhorn, rotation, quantisation, the sums per channel of pooling, top-k, look-ups, losses.
 
-The backward of a product is two products of its size: for its two inputs. The indexer has none while it is frozen; one
-that learns has gradients of its weights, not of its detached inputs, and of its scores at the selected positions alone
+The backward of a product is two products of its size, one per input. A frozen indexer has none; a learned one has
+gradients of its weights, not of its detached inputs, and of its scores at the selected positions alone
 (`ops/divergence.py`). Frozen weights apart from the indexer are counted as if they were trained.
 
-Not counted is also what an implementation does beyond the function, and model FLOPs utilisation must not credit:
+Work of an implementation beyond the function is not counted, since model FLOPs utilisation must not credit it:
 recomputation in backward (activations, and the logits of `ops/sparse_attention.py`), keys that are scored and masked
 away, blocks of keys shared by several queries, experts that no token has chosen.
 
@@ -44,16 +44,16 @@ PARTS = (
 
 
 def part_of(name: str) -> str:
-    """The part that a parameter of `DeepseekV41ForCausalLM` belongs to, by its name; "other" if to none."""
+    """Part that a parameter of `DeepseekV41ForCausalLM` belongs to, by its name; "other" if to none."""
     return next((part for part, mark in PARTS if mark in name), "other")
 
 
-# What curves are drawn for; all else is "rest".
+# Parts with a curve each; all others are "rest".
 WATCHED_PARTS = {"Engram tables": "engram_tables", "mHC": "mhc", "indexer": "indexer", "router": "router"}
 
 
 def watched_part(name: str) -> str:
-    """The part that a parameter's gradient and update are shown under: one of `WATCHED_PARTS`' values, or "rest"."""
+    """Part under which a parameter's gradient and update are logged: one of `WATCHED_PARTS`' values, or "rest"."""
     return WATCHED_PARTS.get(part_of(name), "rest")
 
 
@@ -67,11 +67,11 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of some products.
+    """Floating-point operations of a set of products.
 
     Attributes:
-        forward: In forward.
-        backward: In backward, without recomputation.
+        forward: Operations in forward.
+        backward: Operations in backward, without recomputation.
     """
 
     forward: int = 0
@@ -79,7 +79,7 @@ class Flops:
 
     @property
     def training(self) -> int:
-        """Forward and backward."""
+        """Operations in forward and backward."""
         return self.forward + self.backward
 
     def __add__(self, other: Flops) -> Flops:
@@ -105,7 +105,7 @@ def scored_positions(config: DeepseekV41TextConfig, layer: int, length: int) -> 
 
 
 def flops_per_sequence(config: DeepseekV41TextConfig, length: int) -> dict[str, Flops]:
-    """Operations for one sequence without padding, as of the top of this file.
+    """Operations for one sequence without padding, counted as described at the top of this file.
 
     A token costs more in a longer sequence: divide by `length` for the mean. Takes a few milliseconds, and tenths of a
     second for a million positions.

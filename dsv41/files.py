@@ -1,8 +1,8 @@
 """Files and folders that appear whole or not at all, and the folder for caches.
 
-What is being written has another name in the same directory, ``NAME.<32 hex digits>.partial``, and gets its own when it
-is complete. A folder says so itself: its marker, written last, lists its files with their sizes and checksums. What is
-being deleted is renamed first (``.deleted``), so that half of it is never mistaken for the whole.
+A file or folder is written under another name in the same directory, ``NAME.<32 hex digits>.partial``, and renamed when
+complete. A folder's marker, written last, lists its files with their sizes and checksums. Before deletion a path is
+renamed (``.deleted``), so that half of it is never mistaken for the whole.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 MARKER = "complete.json"
 _LEFTOVER = re.compile(r"^(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>partial|replaced|deleted)$")
-# A full disk, a spent quota, the limit on the size of a file.
+# Full disk, exhausted quota, limit on the size of a file.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DamagedFileError(ValueError):
-    """A file whose checksum is not that of what was written."""
+    """Checksum of a file that differs from the recorded one."""
 
 
 def _beside(path: Path, kind: str) -> Path:
@@ -37,7 +37,7 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Put a file, or a directory's names, on the disk: or a power cut could leave a new name with nothing in it."""
+    """Flush a file, or a directory's names, to the disk: a power cut could leave a new name without content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,14 +47,14 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Write a file so that other processes see either nothing or all of it.
+    """Write a file atomically: other processes see either nothing or all of it.
 
     The file is written under another name in the same folder, flushed to the disk and renamed. When two processes write
     the same file at once, the last one wins, so both should write the same content. If the block raises, nothing is
     left; a killed process leaves a file that ends in ``.partial``.
 
     Args:
-        path: Where the file is to appear. Its folder is made if needed.
+        path: Final path of the file. Its folder is created if needed.
 
     Yields:
         The path to write to.
@@ -71,7 +71,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def os_error_behind(error: BaseException) -> OSError | None:
-    """The OSError that `error` is or comes from: a full disk turns into a RuntimeError inside torch's zip writer."""
+    """OSError behind `error`: a full disk becomes a RuntimeError inside torch's zip writer."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, OSError):
         seen = seen.__cause__ or seen.__context__
@@ -79,13 +79,13 @@ def os_error_behind(error: BaseException) -> OSError | None:
 
 
 def unwritten(path: Path, reason: str, code: int | None, needed: int = 0) -> OSError:
-    """The error of a write that has failed: what, why, how much room there is, and that nothing is lost.
+    """Error of a failed write: path, reason, free space, and that nothing is lost.
 
     Args:
-        path: What was to be written.
-        reason: Why it was not.
-        code: `errno` of the failure, if known; what is free is said where it matters.
-        needed: About how many bytes `path` would have had, if known.
+        path: File or folder to be written.
+        reason: Reason of the failure.
+        code: `errno` of the failure, if known; free space is reported where it matters.
+        needed: Approximate size of `path` in bytes, if known.
     """
     room = ""
     if code in _NO_ROOM:
@@ -99,7 +99,7 @@ def unwritten(path: Path, reason: str, code: int | None, needed: int = 0) -> OSE
 
 @contextmanager
 def write_failures_explained(path: Path, needed: int = 0) -> Iterator[None]:
-    """Raise `unwritten` for what fails in the block because of the disk; the arguments are those of `unwritten`."""
+    """Raise `unwritten` for failures of the disk in the block; the arguments are those of `unwritten`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -110,10 +110,10 @@ def write_failures_explained(path: Path, needed: int = 0) -> Iterator[None]:
 
 
 def _take_name(partial: Path, path: Path) -> None:
-    """Give `partial` its name, in place of whatever has it.
+    """Rename `partial` to `path`, replacing an existing one.
 
     A file takes a file's place in one step. Where a folder is involved, a kill between the two renames leaves no
-    `path`, but something whole that waits for the name: see `settle`.
+    `path`, but a whole folder that waits for the name: see `settle`.
     """
     if not path.is_dir() and not (partial.is_dir() and path.exists()):
         os.replace(partial, path)
@@ -131,7 +131,7 @@ def _take_name(partial: Path, path: Path) -> None:
 
 
 def begin_folder(path: Path) -> Path:
-    """Make the folder that is to become `path` once it is complete, and return it."""
+    """Create and return the folder that becomes `path` once it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path, "partial")
     partial.mkdir()
@@ -147,13 +147,13 @@ def sha256_of(path: Path) -> str:
 def publish_folder(
     partial: Path, path: Path, about: dict[str, Any], checksums: Mapping[str, str] | None = None
 ) -> None:
-    """Mark a folder as complete and give it its name, in place of whatever has it.
+    """Mark a folder as complete and rename it to `path`, replacing an existing one.
 
     Args:
         partial: From `begin_folder`, its files written and flushed.
-        path: Its name.
-        about: Plain values to keep in the marker.
-        checksums: `sha256_of` of files that who wrote them knows already; the others are read once more.
+        path: Final path.
+        about: Plain values to store in the marker.
+        checksums: `sha256_of` of files, where the writer has computed it; the others are read once more.
     """
     files = sorted(partial.iterdir())
     sizes = {file.name: file.stat().st_size for file in files}
@@ -169,7 +169,7 @@ def publish_folder(
 def is_complete(path: Path) -> bool:
     """Whether `path` is a file, or a folder whose marker is there and agrees with the sizes of all its files.
 
-    A marker that names anything but files of its own folder is none.
+    A marker that names files outside its folder is invalid.
     """
     if not path.is_dir():
         return path.is_file()
@@ -194,7 +194,7 @@ def checksums_of(path: Path) -> dict[str, str]:
 
     Raises:
         DamagedFileError: A marker is there but cannot be read, or does not list sizes and checksums of the same files.
-            It could not protect them, so nothing is taken from the folder.
+            Such a marker protects nothing, so the folder is not read.
     """
     marker = path / MARKER
     if not marker.exists() and not marker.is_symlink():
@@ -250,7 +250,7 @@ def require_intact(path: Path, names: Iterable[str]) -> None:
 
 
 def remove_whole(path: Path) -> None:
-    """Delete a file or a folder; nothing happens if there is none. A kill in the middle leaves no half of it."""
+    """Delete a file or a folder; a missing one is no error. A kill in the middle leaves no half of it."""
     if path.is_dir():
         deleted = _beside(path, "deleted")
         path.rename(deleted)
@@ -260,7 +260,7 @@ def remove_whole(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """`remove_whole`, where failing to delete what nobody needs any more is no reason to end a run."""
+    """Remove a file or folder that is no longer needed, like `remove_whole`; a failure does not end the run."""
     try:
         remove_whole(path)
     except OSError as error:
@@ -268,15 +268,15 @@ def discard(path: Path) -> None:
 
 
 def _waits_for_its_name(path: Path, kind: str) -> bool:
-    # What has been replaced was whole; of what was being written, only a folder can say so.
+    # A replaced path was whole; of partial ones, only a folder has a marker that shows it.
     return (kind == "replaced" or (kind == "partial" and path.is_dir())) and is_complete(path)
 
 
 def whole_names(directory: Path) -> dict[str, Path]:
-    """What is complete in a directory, by name. Renames nothing, so that it may be asked while a run writes there.
+    """Complete files and folders of a directory, by name. Renames nothing, so a run may write there meanwhile.
 
     Returns:
-        Paths by name; where a kill during publication left nothing under the name, the newest that waits for it.
+        Paths by name; where a kill during publication left no path of that name, the newest one waiting for it.
     """
     waiting: dict[str, Path] = {}
     # "partial" before "replaced": the newer of two that wait for the same name.
@@ -284,13 +284,13 @@ def whole_names(directory: Path) -> dict[str, Path]:
         match = _LEFTOVER.match(path.name)
         if match and _waits_for_its_name(path, match["kind"]):
             waiting.setdefault(match["name"], path)
-    # Names second: what is published in between is found either waiting or under its name.
+    # Names second: a path published in between is found either waiting or under its name.
     named = {path.name: path for path in directory.glob("*") if not _LEFTOVER.match(path.name) and is_complete(path)}
     return waiting | named
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """What is in a directory and not complete, or has been left by a kill and waits for no name. Renames nothing."""
+    """Incomplete paths of a directory, and remains of a kill that wait for no name. Renames nothing."""
     taken = set(whole_names(directory).values())
     return sorted(
         path
@@ -300,9 +300,9 @@ def leftovers(directory: Path) -> list[Path]:
 
 
 def complete_beside(path: Path) -> list[str]:
-    """Names of what else is complete beside `path` and ends alike: what comes before it by name, the last one first.
+    """Names of complete paths beside `path` with the same suffix: those before it by name, the last one first.
 
-    Everything else, if nothing comes before it. Names with a number of fixed width order as the numbers do.
+    All others, if none comes before it. Names with a number of fixed width order as the numbers do.
     """
     names = [name for name in whole_names(path.parent) if Path(name).suffix == path.suffix]
     others = sorted((name for name in names if name != plain_name(path).name), reverse=True)
@@ -310,16 +310,16 @@ def complete_beside(path: Path) -> list[str]:
 
 
 def plain_name(path: Path) -> Path:
-    """The name that a path of `whole_names` has or waits for."""
+    """Name that a path of `whole_names` has or waits for."""
     match = _LEFTOVER.match(path.name)
     return path.with_name(match["name"]) if match else path
 
 
 def settle(directory: Path) -> list[str]:
-    """Tidy a directory after kills: what is complete gets its name, the rest goes. Only for the one that writes there.
+    """Tidy a directory after kills: complete paths get their names, others are deleted. For the only writer there.
 
     Returns:
-        Names of what was deleted.
+        Names of deleted paths.
     """
     for name, path in whole_names(directory).items():
         if path.name != name:
@@ -332,13 +332,13 @@ def settle(directory: Path) -> list[str]:
 
 
 def default_cache_dir() -> Path:
-    """The folder for caches when none is given.
+    """Default folder for caches.
 
     Returns:
         ``$DSV41_CACHE`` if set, else ``$XDG_CACHE_HOME/dsv41``, else ``~/.cache/dsv41``. It need not exist.
 
     Raises:
-        RuntimeError: The folder is meant to lie in a home directory that cannot be found.
+        RuntimeError: The home directory is needed and cannot be found.
     """
     if own := os.environ.get("DSV41_CACHE"):
         return Path(own).expanduser()

@@ -37,40 +37,40 @@ from dsv41.ranks import copy_rows_
 
 
 class Residual(nn.Module):
-    """How one site (attention, MoE) reads from the residual streams and writes to them.
+    """Residual connection of one site (attention, MoE): reads from the streams and writes to them.
 
     The interface of the ``residual`` switch: ``x, pre, post, comb = site(streams, carried_pre)``, then
-    ``streams = site.write(y, streams, post, comb)`` with the sublayer's output y. What `post` and `comb` hold is the
-    site's own matter.
+    ``streams = site.write(y, streams, post, comb)`` with the sublayer's output y. `post` and `comb` are opaque
+    to the caller.
     """
 
     def write(self, y: Tensor, streams: Tensor, post: Tensor | None, comb: Tensor | None) -> Tensor:
-        """The streams [B, S, C, H] with a sublayer's output `y` [B, S, H] in them."""
+        """Streams [B, S, C, H] after the sublayer's output `y` [B, S, H] is written."""
         raise NotImplementedError
 
 
 class PlainResidual(Residual):
-    """An ordinary residual connection: the one stream is read as it is, and the result added to it."""
+    """Ordinary residual connection: the single stream is read unchanged, and the output is added."""
 
     def forward(self, streams: Tensor, carried_pre: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """The stream [B, S, H] of `streams` [B, S, 1, H]; what is carried stays; no coefficients."""
+        """Stream [B, S, H] of `streams` [B, S, 1, H], and `carried_pre` unchanged; no coefficients."""
         return streams.squeeze(2), carried_pre, None, None
 
     def write(self, y: Tensor, streams: Tensor, post: Tensor | None, comb: Tensor | None) -> Tensor:
-        """See `Residual.write`."""
+        """Streams plus the output; see `Residual.write`."""
         return streams + y.unsqueeze(2)
 
 
 class HyperConnection(Residual):
-    """mHC: reads with the `pre` of the site before, and predicts the coefficients of its own site.
+    """Manifold-constrained hyper-connection: reads with the previous site's `pre`, predicts its site's coefficients.
 
     Args:
         config: Uses hidden_size, hc_mult, hc_sinkhorn_iters, hc_eps, rms_norm_eps.
         backend: Uses `compile_hc`.
     """
 
-    # What is predicted for a stream's own weight at first: exp(4) against 1, so streams mostly keep to themselves, yet
-    # every entry has a gradient.
+    # Initial logit of a stream's weight for itself: exp(4) against 1, so streams mostly stay separate, yet every entry
+    # has a gradient.
     kept = 4.0
 
     def __init__(self, config: DeepseekV41TextConfig, backend: BackendConfig) -> None:
@@ -88,7 +88,7 @@ class HyperConnection(Residual):
         self.init_weights(NamedDraws())
 
     def init_weights(self, draws: NamedDraws) -> None:
-        """Start close to an ordinary residual: read the mean of the streams, write everywhere, keep streams apart."""
+        """Initialise close to an ordinary residual: read the mean of the streams, write to all, keep them separate."""
         draws.normal_(self.fn, "fn", self.initializer_range)
         nn.init.constant_(self.scale, 0.01)
         streams = self.streams
@@ -99,17 +99,17 @@ class HyperConnection(Residual):
         copy_rows_(self.base, base)
 
     def combined(self, logits: Tensor) -> Tensor:
-        """Mixing matrices [..., C_in, C_out] from what was predicted for them."""
+        """Mixing matrices [..., C_in, C_out] from their predicted logits."""
         return sinkhorn(logits, self.iterations, self.eps)
 
     def write(self, y: Tensor, streams: Tensor, post: Tensor | None, comb: Tensor | None) -> Tensor:
-        """See `expand`."""
+        """Streams after writing and mixing; see `expand`."""
         assert post is not None
         assert comb is not None
         return expand(y, streams, post, comb, self.implementation)
 
     def forward(self, streams: Tensor, carried_pre: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the site reads, and the coefficients that follow from the same streams.
+        """Input of the site, and the coefficients predicted from the same streams.
 
         Args:
             streams: [B, S, C, H].
@@ -135,18 +135,18 @@ class HyperConnection(Residual):
 class UnconstrainedHyperConnection(HyperConnection):
     """Hyper-connections (arXiv:2409.19606) in the single-pass form: mixing matrices are not projected.
 
-    Everything else is mHC's, so that a comparison shows what the projection does.
+    Everything else is mHC's, so that a comparison isolates the effect of the projection.
     """
 
     kept = 1.0  # the identity, exactly
 
     def combined(self, logits: Tensor) -> Tensor:
-        """The prediction itself."""
+        """Mixing matrices equal to their predicted logits."""
         return logits
 
 
 def build_residual(config: DeepseekV41TextConfig, backend: BackendConfig) -> Residual:
-    """The site that ``config.residual`` names."""
+    """Residual connection named by ``config.residual``."""
     if config.residual == "plain":
         return PlainResidual()
     return {"mhc": HyperConnection, "hyper_connections": UnconstrainedHyperConnection}[config.residual](config, backend)

@@ -1,4 +1,4 @@
-"""The lightning indexer: which compressed positions each query attends to (ARCHITECTURE 5).
+"""Lightning indexer: selection of the compressed positions that each query attends to (ARCHITECTURE 5).
 
 score[s, t] = sum_h w[s, h] * relu(q[s, h] . k[t]), over positions whose group has ended. The best `index_topk` are
 kept. With a candidate source there are two levels: that layer also keeps the best blocks of positions, and every later
@@ -38,7 +38,7 @@ from dsv41.schedule import layer_plan, layer_plans
 
 
 class Indexer(nn.Module):
-    """Scores compressed positions and selects; frozen, like the release (`LearnedIndexer` is trained).
+    """Indexer that scores and selects compressed positions; frozen, as in the release (`LearnedIndexer` is trained).
 
     Args:
         config: Uses hidden_size, q_lora_rank, head_dim, index_*, candidate_*, rms_norm_eps.
@@ -67,7 +67,7 @@ class Indexer(nn.Module):
         return False
 
     def loss(self, x: Tensor, q_latent: Tensor, table: Tensor, keys: Tensor, selection: Tensor, mass: Tensor) -> Tensor:
-        """What a learned indexer learns from; asked for only where `learns`."""
+        """Loss of a learned indexer; called only where `learns`."""
         raise TypeError("a frozen indexer has no loss")
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class Indexer(nn.Module):
         return self._keys(latent, table)
 
     def _stored(self, x: Tensor) -> Tensor:
-        """Index queries or keys as a cache would give them back."""
+        """Index queries or keys after rounding to the cache format."""
         return fake_quantize(x, "mxfp4") if self.quantized else x
 
     def _keys(self, latent: Tensor, table: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Indexer(nn.Module):
         return self._stored(rotate(self.k_norm(self.wk(latent)), table))
 
     def queries(self, x: Tensor, q_latent: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """What scores positions.
+        """Index queries and the weights of their heads.
 
         Args:
             x: Input of the attention site [B, S, H].
@@ -112,7 +112,7 @@ class Indexer(nn.Module):
 
         Args:
             q: Index queries [B, S, I, E].
-            weights: Of their heads [B, S, I].
+            weights: Weights of their heads [B, S, I].
             keys: Shared index keys [B, T, E].
             group_mask: Valid compressed positions, bool [B, T].
             first_query: Position of the first query.
@@ -125,7 +125,7 @@ class Indexer(nn.Module):
     def select_inside(
         self, q: Tensor, weights: Tensor, keys: Tensor, group_mask: Tensor, blocks: Tensor, first_query: int = 0
     ) -> Tensor:
-        """The selection among candidate blocks [B, S, N], scoring no other position; the rest as in `scores`.
+        """Selection among candidate blocks [B, S, N], scoring no other position; the rest as in `scores`.
 
         Returns:
             int64 [B, S, min(K, N * block)], as of `stable_topk`.
@@ -148,7 +148,7 @@ class Indexer(nn.Module):
     def forward(
         self, x: Tensor, q_latent: Tensor, keys: Tensor, table: Tensor, group_mask: Tensor, blocks: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Select; top-k passes no gradient, so nothing here does.
+        """Selection of compressed positions, without a gradient.
 
         Queries are taken in chunks, so that products of all queries, heads and positions never exist together.
 
@@ -170,7 +170,7 @@ class Indexer(nn.Module):
         selected, kept = [], []
         for start in range(0, length, size):
             stop = min(start + size, length)
-            # What no query of the chunk can see is not scored.
+            # Positions that no query of the chunk can see are not scored.
             seen = min(stop // self.ratio, positions)
             inputs = (q[:, start:stop], weights[:, start:stop], keys[:, :seen], group_mask[:, :seen])
             if candidates is not None and seen > GATHER_COST * candidates.shape[-1] * self.block_size:
@@ -194,10 +194,10 @@ def _joined(parts: list[Tensor], count: int) -> Tensor:
 
 
 class LearnedIndexer(Indexer):
-    """An indexer that is trained, in training mode with gradients; elsewhere it is the frozen one.
+    """Indexer trained by distillation, in training mode with gradients; elsewhere equal to the frozen one.
 
     Attributes:
-        warming_up: Attend to all visible positions in training. Set by whoever trains.
+        warming_up: Attend to all visible positions in training. Set by the training code.
     """
 
     warming_up = False
@@ -208,14 +208,14 @@ class LearnedIndexer(Indexer):
         return self.training and torch.is_grad_enabled()
 
     def keys(self, latent: Tensor, table: Tensor) -> Tensor:
-        """As `Indexer.keys`, with a gradient for the indexer's own weights."""
+        """Index keys as of `Indexer.keys`, with a gradient for the indexer's weights."""
         return self._keys(latent.detach(), table)
 
     @torch.no_grad()
     def forward(
         self, x: Tensor, q_latent: Tensor, keys: Tensor, table: Tensor, group_mask: Tensor, blocks: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Indexer.forward`; while warming up, in training, all visible positions [B, S, T]."""
+        """Selection as of `Indexer.forward`; while warming up, in training, all visible positions [B, S, T]."""
         if not (self.warming_up and self.training):
             return super().forward(x, q_latent, keys, table, group_mask, blocks)
         positions = keys.shape[1]
@@ -223,7 +223,7 @@ class LearnedIndexer(Indexer):
         return torch.arange(positions, device=x.device).masked_fill(~exists, -1), blocks
 
     def loss(self, x: Tensor, q_latent: Tensor, table: Tensor, keys: Tensor, selection: Tensor, mass: Tensor) -> Tensor:
-        """`divergence` of this indexer's scores from what the attention has made of the selection.
+        """KL divergence of this indexer's scores from the attention's probabilities of the selection.
 
         Args:
             x, q_latent, table: See `queries`; no gradient flows into them.
@@ -238,11 +238,11 @@ class LearnedIndexer(Indexer):
 
 
 def learns_selection(config: DeepseekV41TextConfig) -> bool:
-    """Whether a model of this configuration has an indexer that learns."""
+    """Whether a configuration has a learned indexer."""
     return config.indexer == "learned" and any(plan.selects for plan in layer_plans(config))
 
 
 def build_indexer(config: DeepseekV41TextConfig, layer_idx: int) -> Indexer:
-    """The indexer of an index source layer that ``config.indexer`` names."""
+    """Indexer of an index source layer, named by ``config.indexer``."""
     kinds = {"frozen": Indexer, "learned": LearnedIndexer}
     return kinds[config.indexer](config, layer_idx)

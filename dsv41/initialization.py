@@ -1,11 +1,11 @@
-"""Random initial values that depend on a parameter's name and nothing else.
+"""Random initial values that depend on seed and parameter name only.
 
-Each parameter is drawn from a generator of its own, seeded by the run's seed and the parameter's full name. So two
+Each parameter is drawn from a separate generator, seeded by the run's seed and the parameter's full name. So two
 models that share a parameter share its initial value (whatever else an ablation adds or removes), a model built on
 the meta device equals one built directly, and the order of construction does not matter. Draws are made in fp32 and
 cast afterwards, so that a bf16 model starts from the rounded fp32 one. Sharded parameters start from the same numbers
 on any number of ranks, without communication: each rank draws a parameter whole and keeps its rows. Tables and stacked
-experts are drawn in pieces (blocks of rows, single experts), each with its own generator, so that a rank draws just
+experts are drawn in pieces (blocks of rows, single experts), each with a separate generator, so that a rank draws only
 those that it holds.
 """
 
@@ -22,7 +22,7 @@ ROWS_PER_BLOCK = 4096
 
 
 class NamedDraws:
-    """Draws for the parameters of one module.
+    """Generators of the initial values of one module's parameters.
 
     Args:
         prefix: Full name of the module, "" for a root.
@@ -40,7 +40,7 @@ class NamedDraws:
 
     @torch.no_grad()
     def normal_(self, parameter: Tensor, name: str, std: float) -> None:
-        """Fill `parameter`, which may be sharded, with N(0, std^2); nothing happens on the meta device."""
+        """Fill `parameter`, which may be sharded, with N(0, std^2); no effect on the meta device."""
         if parameter.is_meta:
             return
         values = torch.randn(parameter.shape, generator=self._generator(name), dtype=torch.float32, device="cpu")
@@ -74,13 +74,13 @@ class NamedDraws:
 
 
 class NoDraws(NamedDraws):
-    """Leaves what would be drawn as it is: for models whose weights are about to be loaded."""
+    """Draws without effect, for models whose weights are about to be loaded."""
 
     def normal_(self, parameter: Tensor, name: str, std: float) -> None:
-        """Nothing."""
+        """Leave `parameter` unchanged."""
 
     def normal_rows_(self, parameter: Tensor, name: str, std: float, first_row: int = 0) -> None:
-        """Nothing."""
+        """Leave the rows unchanged."""
 
 
 def initialize_parameters(
@@ -92,7 +92,7 @@ def initialize_parameters(
     norm weights one.
 
     Raises:
-        TypeError: A module owns parameters, but nobody says how to draw them.
+        TypeError: A module owns parameters and has no ``init_weights``.
     """
     for name, module in root.named_modules():
         draws = (NamedDraws if draw else NoDraws)(".".join(filter(None, (prefix, name))), seed)

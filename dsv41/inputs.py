@@ -1,6 +1,6 @@
 """Inputs of a forward: token ids, masks, positions and labels, checked once, before any work.
 
-Every error names the argument and what is valid. Checks that read numbers from a GPU cost a wait for it; without
+Every error names the argument and the valid values. Checks that read numbers from a GPU cost a wait for it; without
 ``strict`` they are device-side asserts there. A program made by `torch.export` checks shapes and dtypes alone.
 
 Shapes: B batch, S sequence.
@@ -22,7 +22,7 @@ class TokenInputs(NamedTuple):
     Attributes:
         position_ids: int64 [B, S], 0 to S - 1 in every row.
         token_mask: Bool [B, S], false at padding, which is on the right only.
-        text_mask: Bool [B, S], true at live tokens that are no image: those that Engram remembers.
+        text_mask: Bool [B, S], true at live tokens that are no image: those that Engram hashes.
         image_mask: Bool [B, S], true at image tokens, or None.
         engram_hash_ids: int64 [B, S, engram_layers, columns], or None if the model has no Engram.
     """
@@ -70,7 +70,7 @@ def check_inputs(
     longest: int,
     strict: bool,
 ) -> TokenInputs:
-    """Masks and positions of a batch.
+    """Checked masks and positions of a batch.
 
     Args:
         input_ids: int32 or int64 token ids [B, S].

@@ -1,7 +1,7 @@
 """Mixture of experts with a sqrt-softplus router, selection-only biases and balanced load (ARCHITECTURE 7).
 
 Balance (DeepSeek-V3, section 2.1.2) needs no auxiliary loss: after each optimizer step an expert's selection bias moves
-by a fixed amount, down if more tokens than the mean have come to it in that step, up if fewer. Biases select only, so
+by a fixed amount, down if it received more tokens than the mean in that step, up if fewer. Biases select only, so
 this trains nothing else. Text and image tokens have separate biases, moved by their own loads. The optional
 sequence-wise loss acts inside a single row, which a bias cannot.
 
@@ -34,12 +34,12 @@ def sqrt_softplus(x: Tensor) -> Tensor:
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """Routing decision for a batch of tokens.
 
     Attributes:
         experts: int64 [N, k].
-        weights: Of the experts' results [N, k], at least fp32.
-        scores: Of all experts [N, E], at least fp32, without biases.
+        weights: Weights of the experts' results [N, k], at least fp32.
+        scores: Scores of all experts [N, E], at least fp32, without biases.
     """
 
     experts: Tensor
@@ -48,7 +48,7 @@ class Routing(NamedTuple):
 
 
 class RouterReport(NamedTuple):
-    """What a layer tells about its routing; a result, so that recomputing a block in backward counts nothing twice.
+    """Load and balance loss of a layer; returned, so that recomputing a block in backward counts nothing twice.
 
     Attributes:
         load: Tokens per expert, int64 [2, E]: text, image. Padding visits none.
@@ -60,7 +60,7 @@ class RouterReport(NamedTuple):
 
 
 def expert_load(experts: Tensor, count: int, image_mask: Tensor | None = None) -> Tensor:
-    """How many tokens visit each expert.
+    """Number of tokens that visit each expert.
 
     Args:
         experts: int64 [N, k], -1 where a token visits none.
@@ -70,7 +70,7 @@ def expert_load(experts: Tensor, count: int, image_mask: Tensor | None = None) -
     Returns:
         int64 [2, E]: text tokens, image tokens.
     """
-    # One bin more for those that visit none; not bincount, which makes a GPU be waited for.
+    # One extra bin for visits of no expert; not bincount, which synchronises with a GPU.
     bins = torch.where(experts < 0, 2 * count, experts)
     if image_mask is not None:
         bins = bins + count * (image_mask.unsqueeze(-1) & (experts >= 0))
@@ -106,9 +106,9 @@ def sequence_balance_loss(scores: Tensor, experts: Tensor) -> Tensor:
 def move_biases_(bias: Tensor, load: Tensor, rate: float) -> None:
     """Move selection biases [E] by `rate` against the int64 `load` [E] of a step: up below the mean, down above it.
 
-    Without any load nothing moves.
+    A step without load changes nothing.
     """
-    # In integers: a mean that has been rounded, as on a GPU by the product with 1 / E, is nobody's load.
+    # In integers: a rounded mean, as on a GPU by the product with 1 / E, may equal no expert's load.
     bias.add_(torch.sign(load.sum() - load * len(load)).to(bias.dtype), alpha=rate)
 
 
@@ -119,7 +119,7 @@ def imbalance(load: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Chooses experts by ``score + bias`` and weighs them by the score alone.
+    """Router: selects experts by ``score + bias`` and weighs them by the score alone.
 
     Args:
         config: Uses hidden_size, n_routed_experts, num_experts_per_tok, norm_topk_prob, routed_scaling_factor.
@@ -144,13 +144,13 @@ class Router(nn.Module):
         self.init_weights(NamedDraws())
 
     def init_weights(self, draws: NamedDraws) -> None:
-        """Random matrix, zero biases."""
+        """Draw the matrix, set biases to zero."""
         draws.normal_(self.weight, "weight", self.initializer_range)
         self.bias.zero_()
         self.bias_vl.zero_()
 
     def forward(self, x: Tensor, image_mask: Tensor | None = None) -> Routing:
-        """Route tokens.
+        """Experts and weights of each token.
 
         Args:
             x: [N, H].
@@ -171,7 +171,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts, stacked: w1 gate and w3 up [E, M, H], w2 down [E, H, M].
+    """Routed experts, stacked: w1 gate and w3 up [E, M, H], w2 down [E, H, M].
 
     Args:
         config: Uses n_routed_experts, moe_intermediate_size, hidden_size, swiglu_limit, initializer_range.
@@ -190,7 +190,7 @@ class Experts(nn.Module):
         self.init_weights(NamedDraws())
 
     def init_weights(self, draws: NamedDraws) -> None:
-        """Each expert is drawn by its own index, so that more experts leave the first ones as they are."""
+        """Draw each expert by its index, so that more experts leave the first ones unchanged."""
         for name in ("w1", "w2", "w3"):
             draws.normal_stack_(getattr(self, name), name, self.initializer_range)
 
@@ -216,7 +216,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The expert every token visits; clamped like the routed ones.
+    """Shared expert that every token visits; clamped like the routed ones.
 
     Args:
         config: Uses hidden_size, moe_intermediate_size, n_shared_experts, swiglu_limit.
@@ -231,12 +231,12 @@ class SharedExpert(nn.Module):
         self.w3 = nn.Linear(config.hidden_size, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, H] -> [N, H] in the dtype of `x`."""
+        """Expert output [N, H] for `x` [N, H], in its dtype."""
         return self.w2(swiglu(self.w1(x), self.w3(x), self.limit).to(x.dtype))
 
 
 class DeepseekV41MoE(nn.Module):
-    """Router, routed experts and the shared expert.
+    """Mixture of experts: router, routed experts and the shared expert.
 
     Args:
         config: Text configuration.
@@ -252,7 +252,7 @@ class DeepseekV41MoE(nn.Module):
         self.shared_experts = SharedExpert(config)
 
     def forward(self, x: Tensor, token_mask: Tensor, image_mask: Tensor | None = None) -> tuple[Tensor, RouterReport]:
-        """Apply the layer.
+        """Output of the layer, and a report of its routing.
 
         Args:
             x: [B, S, H].
@@ -260,8 +260,8 @@ class DeepseekV41MoE(nn.Module):
             image_mask: Bool [B, S] of image tokens, or None.
 
         Returns:
-            [B, S, H] in the dtype of `x`; routed and shared results are summed at least in fp32, then cast. And what
-            is to be told about the routing; the balance loss in training mode with gradients only.
+            [B, S, H] in the dtype of `x`; routed and shared results are summed at least in fp32, then cast. And the
+            report of the routing; the balance loss in training mode with gradients only.
         """
         flat = x.flatten(0, 1)
         flat_images = None if image_mask is None else image_mask.flatten()

@@ -15,7 +15,7 @@ def is_prime(number: int) -> bool:
 
 
 def next_prime(start: int, taken: set[int]) -> int:
-    """The smallest prime above `start` that is not in `taken`."""
+    """Smallest prime above `start` that is not in `taken`."""
     candidate = start + 1
     while candidate in taken or not is_prime(candidate):
         candidate += 1

@@ -1,8 +1,8 @@
-"""Ranks: the rows of a tensor that this process holds, and work that all ranks do or none.
+"""Ranks: rows of a tensor that this process holds, and work that succeeds on all ranks or on none.
 
 One layout is used throughout: the first dimension cut like ``torch.chunk`` and DTensor's ``Shard(0)``, ceil(N / W) rows
 per rank, the last ranks fewer or none. No padding rows exist, so that the global shape is the logical one on any number
-of ranks. Everything else is a tensor that is held whole.
+of ranks. All other tensors are held whole.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def owned_rows(rows: int, world_size: int, rank: int) -> range:
-    """Rows of `rows` that `rank` of `world_size` owns."""
+    """Range of the `rows` rows that `rank` of `world_size` owns."""
     share = -(-rows // world_size)
     return range(min(rank * share, rows), min((rank + 1) * share, rows))
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The part of `tensor` that this process holds, as a plain tensor that shares its memory, and its first row.
+    """Part of `tensor` that this process holds, as a plain tensor that shares its memory, and its first row.
 
     Raises:
         NotImplementedError: A DTensor with another placement than ``Shard(0)`` over one mesh dimension.
@@ -40,25 +40,25 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def copy_rows_(tensor: Tensor, values: Tensor) -> None:
-    """Copy into `tensor`, which may be sharded, its own rows of the whole `values`, without communication."""
+    """Copy the rows that `tensor` holds, which may be sharded, from the whole `values`, without communication."""
     local, first = local_rows(tensor)
     local.copy_(values[first : first + len(local)] if isinstance(tensor, DTensor) else values)
 
 
 class OtherRankError(ValueError):
-    """Raised on the ranks that did not fail themselves, so that all stop alike."""
+    """Failure on another rank, raised so that all ranks stop."""
 
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run `work` on every rank of `group`; if it fails on one, all raise.
 
     Args:
-        work: Must not communicate: a rank that has failed would be missed.
+        work: Must not communicate: a failed rank would not take part.
         group: None runs it here alone.
 
     Raises:
-        Exception: What `work` raised here.
-        OtherRankError: It failed elsewhere only; the message says where and why.
+        Exception: `work` failed on this rank.
+        OtherRankError: `work` failed on other ranks only; the message names them and the reason.
     """
     if group is None or dist.get_world_size(group) == 1:
         return work()

@@ -1,8 +1,8 @@
 """Roles of layers: which layer owns the compressed keys, selections and candidate pool that an attention site reads.
 
 One derivation from the configuration's schedules (`compress_ratios`, `kv_source_layer_ids`, `index_source_layer_ids`,
-`candidate_source_layer_id`); docs/ARCHITECTURE.md, section 4. Attention, indexer, cost, model card and pictures all ask
-here.
+`candidate_source_layer_id`); docs/ARCHITECTURE.md, section 4. Attention, indexer, cost, model card and pictures
+use it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Role = Literal["Full", "Reindex", "Reuse", "window", "dense"]
 
 
 class LayerPlan(NamedTuple):
-    """Inputs of one attention site and the layers that make them; None where it reads no such thing.
+    """Inputs of one attention site and the layers that make them; None where it has no such input.
 
     Attributes:
         layer: Zero-based.
@@ -38,7 +38,7 @@ class LayerPlan(NamedTuple):
 
     @property
     def makes_keys(self) -> bool:
-        """Whether the layer compresses keys and values, and makes index keys of them."""
+        """Whether the layer compresses keys and values, and derives index keys from them."""
         return self.compressed_kv == self.layer
 
     @property

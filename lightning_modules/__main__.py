@@ -1,4 +1,4 @@
-"""The command ``dsv41``, also ``python -m lightning_modules``.
+"""Entry point of the command ``dsv41``, also ``python -m lightning_modules``.
 
 It answers at once what needs no model, and hands the rest to `lightning_modules.cli` and `lightning_modules.commands`.
 

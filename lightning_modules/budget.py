@@ -84,14 +84,14 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes in total."""
         return self.weights + self.gradients + self.optimizer + self.gathered
 
 
 def bytes_per_rank(
     parameters: dict[str, nn.Parameter], optimizer: OptimizerConfig, world_size: int, compute_bytes: int = FP32
 ) -> RankBytes:
-    """Bytes that rank 0 of `world_size` holds, which has as many rows of everything as any.
+    """Bytes held by rank 0 of `world_size`, which has as many rows of everything as any other.
 
     Args:
         parameters: Of `named_parameters`.

@@ -27,7 +27,7 @@ _PARTS = (Accelerator, Callback, CheckpointIO, ClusterEnvironment, LayerSync, Lo
 
 
 def require_options(parser: LightningArgumentParser, config: Namespace) -> None:
-    """Check what a parser has made of its options.
+    """Check the options that a parser has read.
 
     Args:
         parser: The subcommand's.
@@ -100,7 +100,7 @@ _GIVEN = re.compile(r"Given value: (.*)\Z", re.DOTALL)
 
 
 def in_one_line(message: str) -> str:
-    """A parser's message without its list of everything that was tried: option, types and value."""
+    """Message of a parser in one line: option, types and value, without the list of all attempts."""
     key, colon, rest = message.partition("\n")
     kinds, given, why = _KINDS.search(rest), _GIVEN.search(rest), _WHY.findall(rest)
     if colon and kinds and given:

@@ -1,4 +1,4 @@
-"""YAML that is read from a file of anyone: plain values only, and no more of them than the file is long.
+"""Safe YAML for untrusted files: plain values only, in number bounded by the file's length.
 
 PyYAML's safe loaders build no objects, but an alias may stand inside what it names, which makes a value without end,
 and aliases of aliases make a value of any size out of a few lines.
@@ -17,7 +17,7 @@ _EVENTS = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def require_finite(text: str) -> None:
-    """Raise unless the values of a YAML text, with aliases written out, end and are few.
+    """Raise unless the values of a YAML text, with aliases expanded, are finite and few.
 
     Raises:
         YAMLError: An alias stands inside what it names, values are nested deeper than 64 levels or more than a million,
@@ -50,7 +50,7 @@ def require_finite(text: str) -> None:
 
 
 def load_plain(text: str, load: Callable[[str], Any] = yaml.safe_load) -> Any:
-    """The value of a YAML text.
+    """Value of a YAML text.
 
     Args:
         text: The text.

@@ -1,4 +1,4 @@
-"""Configuration: the text model, the released nested file, and the rules that both have to obey."""
+"""Configuration: the text model, the released nested file, and the rules that hold for both."""
 
 from dsv41.config.released import VISION_FIELDS, DeepseekV41Config, DeepseekV41VisionConfig
 from dsv41.config.text import (

@@ -24,7 +24,7 @@ def reject_misspelt(kwargs: Iterable[str], known: Iterable[str], owner: str) -> 
             raise ValueError(f"{key}: {owner} has no such field; did you mean {close[0]!r}?")
 
 
-# Why the configurations that are most easily taken for one of V4.1 are none.
+# Architectures that are easily mistaken for V4.1, with the reason why they are not.
 _OTHER_ARCHITECTURES = {
     "deepseek_v4": "V4 compresses keys and selects positions in each layer for itself, has heavily compressed layers "
     "and layers that choose experts by token id",
@@ -34,7 +34,7 @@ _OTHER_ARCHITECTURES = {
 
 
 def refuse_other_model(found: Any, expected: str) -> None:
-    """Raise unless the `model_type` of a file or dictionary is `expected`: fields of equal names mean other things."""
+    """Raise unless the `model_type` of a file or dictionary is `expected`: fields of equal names differ in meaning."""
     if found == expected:
         return
     described = _OTHER_ARCHITECTURES.get(str(found).removesuffix("_text"))
@@ -47,7 +47,7 @@ def refuse_other_model(found: Any, expected: str) -> None:
 
 
 def require_dtypes(given: dict[str, Any]) -> None:
-    """Raise for a name that is no dtype; the base class would with an AttributeError of torch."""
+    """Raise ValueError for a name that is no dtype, where the base class raises an AttributeError of torch."""
     for name in ("dtype", "torch_dtype"):
         value = given.get(name)
         named = getattr(torch, value, None) if isinstance(value, str) else value

@@ -1,7 +1,7 @@
 """Types and ranges of configuration fields, as data.
 
-Upper ends are far above any model that has been trained: they are there so that a damaged or hostile file ends with the
-name of a field, not with the allocator's error.
+Upper limits are far above any trained model, so that a damaged or hostile file ends with the name of a field, not with
+the allocator's error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Whole:
-    """Integers from `low` to `high`; `null` says what null stands for, "" that it is no value."""
+    """Integers from `low` to `high`; `null` is the meaning of null, "" if null is not allowed."""
 
     low: int
     high: int
@@ -71,7 +71,7 @@ class Real:
 
 @dataclass(frozen=True)
 class Flag:
-    """True or false; YAML and JSON texts such as 'true' are neither."""
+    """Booleans; YAML and JSON texts such as 'true' are not."""
 
     null: bool = False
 
@@ -83,7 +83,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Text:
-    """A text, or from Python a path."""
+    """Strings; from Python also paths."""
 
     null: bool = False
 
@@ -113,7 +113,7 @@ class Wholes:
 
 @dataclass(frozen=True)
 class Texts:
-    """Lists of texts, or null."""
+    """Lists of strings, or null."""
 
     def check(self, field: str, value: Any) -> None:
         """Raise ValueError that begins with `field`."""
@@ -123,7 +123,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Group:
-    """Objects of JSON, or null; `whole_keys` wants integers as keys, which JSON writes as texts."""
+    """JSON objects, or null; `whole_keys` requires integer keys, which JSON writes as strings."""
 
     whole_keys: bool = False
 
@@ -143,7 +143,7 @@ _WIDE = Whole(1, WIDTH)
 _LONG = Whole(1, POSITIONS)
 _ID = Whole(0, POSITIONS, "for none")
 
-# Of the text model; what is not here has a rule together with other fields (see `DeepseekV41TextConfig`).
+# Fields of the text model; the others have a rule together with further fields (see `rules.py`).
 TEXT_RULES: dict[str, Rule] = {
     "hidden_size": _WIDE,
     "moe_intermediate_size": _WIDE,
@@ -245,7 +245,7 @@ def check_fields(rules: dict[str, Rule], owner: Any) -> None:
 
 
 def check_base_keys(given: dict[str, Any], kind: type) -> None:
-    """Check what is passed on to transformers' base class, which sets any key as an attribute.
+    """Check keys passed on to transformers' base class, which sets any key as an attribute.
 
     Args:
         given: Keys and values beside the fields.

@@ -1,4 +1,4 @@
-"""The released ``config.json``: text and vision configurations in one file, and what such a file must not say."""
+"""Released ``config.json``: text and vision configurations in one file, and checks of misplaced fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv41.config.text import BASE_FIELDS_OF_OURS, BASE_KEYS, METADATA_FIELDS, T
 
 
 class DeepseekV41VisionConfig(PretrainedConfig):
-    """The vision tower (ARCHITECTURE 10). Defaults are the released values; `num_hidden_layers` 0 means no tower."""
+    """Configuration of the vision tower (ARCHITECTURE 10), by default the released one; without layers, no tower."""
 
     model_type = "deepseek_v41_vision"
     base_config_key = "vision_config"
@@ -51,7 +51,7 @@ VISION_FIELDS = frozenset({*VISION_RULES, "max_wh_ratio"})
 
 
 def _group(field: str, value: Any, kind: type[PretrainedConfig]) -> Any:
-    """A nested configuration out of its fields; None and what is one already are returned as they are."""
+    """Nested configuration from its fields; None and finished configurations are returned unchanged."""
     if value is None or isinstance(value, kind):
         return value
     require(isinstance(value, dict), field, f"must be a group of fields or null, got {shown(value)}")
@@ -60,14 +60,14 @@ def _group(field: str, value: Any, kind: type[PretrainedConfig]) -> Any:
 
 
 class DeepseekV41Config(PretrainedConfig):
-    """The released, nested configuration.
+    """Released configuration: text and vision models nested.
 
     Args:
         text_config: `DeepseekV41TextConfig` or its fields; None takes the released values.
         vision_config: `DeepseekV41VisionConfig` or its fields; None is a text-only model.
         image_token_id: Id at every position of an image span.
-        **kwargs: Further keys of `PretrainedConfig`, kept as they are. `quantization_config` says how weights are
-            stored and changes nothing: the loader goes by the files.
+        **kwargs: Further keys of `PretrainedConfig`, kept as they are. `quantization_config` describes stored
+            weights and has no effect: the loader reads the files.
 
     Raises:
         ValueError: `model_type` is another model's, `image_token_id` is negative, a nested field is wrong, or a field
@@ -89,7 +89,7 @@ class DeepseekV41Config(PretrainedConfig):
         image_token_id: int = 129264,
         **kwargs: Any,
     ) -> None:
-        # Copies: what is edited later in the caller's objects has been checked by nobody.
+        # Copies, since later edits of the caller's objects would not be checked.
         text = copy.deepcopy(_group("text_config", text_config, DeepseekV41TextConfig))
         vision = copy.deepcopy(_group("vision_config", vision_config, DeepseekV41VisionConfig))
         self.text_config = text or DeepseekV41TextConfig()
@@ -108,7 +108,7 @@ class DeepseekV41Config(PretrainedConfig):
         super().__init__(**kwargs)
 
     def _refuse_misplaced(self, given: dict[str, Any]) -> None:
-        """Fields of the text model beside `text_config` may repeat it: else a flat file would have released sizes."""
+        """Raise for text fields outside `text_config` that differ from it: a flat file would get released sizes."""
         rope = self.text_config.rope_parameters
         for name in ("rope_scaling", "rope_parameters"):
             repeated = given.pop(name, None)
@@ -133,7 +133,7 @@ class DeepseekV41Config(PretrainedConfig):
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As in the base class, but a file of another model is refused, where that one warns and goes on.
+        """Fields of a file as in the base class; a file of another model is refused, where the base class only warns.
 
         Raises:
             OSError: No such file, folder or repository, or no ``config.json`` in it.
@@ -158,7 +158,7 @@ class DeepseekV41Config(PretrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in the base class, with the place in the message.
+        """Configuration of a folder or repository, as in the base class, with the place in error messages.
 
         Raises:
             OSError: See `get_config_dict`.
@@ -171,15 +171,15 @@ class DeepseekV41Config(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in the base class; changes of single fields go through ``text_config={...}``.
+        """Configuration from a dictionary, as in the base class; single fields are changed by ``text_config={...}``.
 
         Raises:
-            ValueError: A keyword is a field of the text model, which the base class would leave out without a word.
+            ValueError: A keyword is a field of the text model, which the base class would silently ignore.
         """
         for name in sorted(TEXT_FIELDS & set(kwargs) - set(BASE_FIELDS_OF_OURS)):
             raise ValueError(f"{name}: a field of the text model; pass text_config={{{name!r}: {kwargs[name]!r}}}")
         return super().from_dict(config_dict, **kwargs)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> DeepseekV41TextConfig:
-        """The nested text configuration (transformers reads vocabulary and hidden size through it)."""
+        """Nested text configuration (transformers reads vocabulary and hidden size through it)."""
         return self.text_config

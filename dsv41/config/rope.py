@@ -8,7 +8,7 @@ from typing import Any
 from dsv41.config.checks import require
 from dsv41.config.fields import POSITIONS, TEXT_RULES, Real, Rule, Whole, shown
 
-# As typed: numbers and the name of a kind.
+# Values as given: numbers and the name of a kind.
 RopeSettings = dict[str, int | float | str]
 
 RELEASED_YARN: RopeSettings = {
@@ -30,7 +30,7 @@ _KEYS = {"default": {"rope_type", "rope_theta"}, "yarn": {"rope_type", "rope_the
 
 
 def _settings(field: str, given: Any) -> dict[str, Any] | None:
-    """A copy of what stands under `field`, with "type", the older name of "rope_type", replaced."""
+    """Copy of the settings under `field`, with "type", the older name of "rope_type", replaced."""
     require(given is None or isinstance(given, dict), field, f"must be a group of settings or null, got {shown(given)}")
     if given is None:
         return None
@@ -61,7 +61,7 @@ def _require_known(rope: dict[str, Any], field: str) -> None:
 
 
 def merged_rope(rope_theta: Any, rope_scaling: Any, rope_parameters: Any) -> dict[str, Any]:
-    """One YaRN description from the released name, the transformers 5 name, or both with equal content.
+    """YaRN settings from the released name, the transformers 5 name, or both with equal content.
 
     Raises:
         ValueError: Not a group of known settings in their ranges, or contradicting ones; begins with the field's name.
@@ -93,11 +93,11 @@ def merged_rope(rope_theta: Any, rope_scaling: Any, rope_parameters: Any) -> dic
 
 
 def require_rope(rope: dict[str, Any], field: str = "rope_scaling") -> None:
-    """Check settings that say their kind under "rope_type".
+    """Check rotary settings whose kind is under "rope_type".
 
     Args:
         rope: The settings.
-        field: Where they stand.
+        field: Name of the field for messages.
 
     Raises:
         ValueError: The kind is missing or unknown, a setting is missing, unknown or out of its range; begins with the

@@ -31,12 +31,12 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "engram_gate": ("learned", "open"),
     "engram_token_map": ("compressed", "raw"),
 }
-# Fields that say how the model is trained; those who only run it need not look at them.
+# Fields that affect training only.
 TRAINING_FIELDS = ("indexer", "router_bias_update_rate", "router_balance_loss_weight")
 # Label of a position that is not predicted (the convention of torch and transformers).
 IGNORE_INDEX = -100
 
-# Written into every config.json by the release or by transformers, and without influence on the function.
+# Keys that the release or transformers writes into every config.json, without influence on the function.
 METADATA_FIELDS = (
     "num_key_value_heads",
     "hidden_act",
@@ -64,7 +64,7 @@ BASE_KEYS = frozenset(inspect.signature(PretrainedConfig).parameters) | {"torch_
 
 
 class DeepseekV41TextConfig(PretrainedConfig):
-    """The text model (ARCHITECTURE 1). Defaults are the released values.
+    """Configuration of the text model (ARCHITECTURE 1). Defaults are the released values.
 
     Args:
         vocab_size: Number of token ids. None takes the length of the tokenizer (see `for_tokenizer`).
@@ -74,7 +74,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
         num_attention_heads: Query heads; must be divisible by `o_groups`.
         num_key_value_heads: Always 1: keys and values are one tensor shared by all heads.
         head_dim: Width D of a head.
-        qk_rope_head_dim: How many of the last channels of a head (and of an index head) rotate; even.
+        qk_rope_head_dim: Number of last channels of a head (and of an index head) that rotate; even.
         q_lora_rank: Width of the query latent, which the indexer reads too.
         o_lora_rank: Width of the output projection's latent, per group.
         o_groups: Groups of heads in the output projection.
@@ -99,11 +99,11 @@ class DeepseekV41TextConfig(PretrainedConfig):
         topk_method: Metadata; selection is auxiliary-loss-free top-k.
         norm_topk_prob: Whether routing weights are normalised to sum 1 before scaling.
         routed_scaling_factor: Factor on the routing weights.
-        router_bias_update_rate: How far a training step moves the router's selection biases against the load of the
-            experts (see `balance.py`); 0 leaves them as they are.
+        router_bias_update_rate: Step by which training moves the router's selection biases against the load of the
+            experts (see `moe.py`); 0 leaves them unchanged.
         router_balance_loss_weight: Weight of the sequence-wise balance loss in training; 0 makes none.
-        attention: What queries see. "csa2"; "window" is without compressed positions; "full" is dense causal attention
-            over all tokens. Projections and rotations of a layer are the same in all three.
+        attention: Positions that queries see. "csa2"; "window" is without compressed positions; "full" is dense causal
+            attention over all tokens. Projections and rotations of a layer are the same in all three.
         quantized_caches: Whether window keys, compressed keys, index queries and index keys are rounded to FP8, NVFP4
             and MXFP4, as the release stores them.
         sliding_window: Raw positions that each query sees, itself included.
@@ -113,12 +113,12 @@ class DeepseekV41TextConfig(PretrainedConfig):
         index_n_heads: Heads of the indexer.
         index_head_dim: Width of an index head.
         index_topk: Compressed positions that a query attends to.
-        indexer: "frozen" keeps the indexer as it is, like the release; "learned" trains it towards the attention's own
-            probabilities (see `indexer_learning.py`). The function is the same.
+        indexer: "frozen" keeps the indexer as it is, like the release; "learned" trains it towards the attention's
+            probabilities (see `indexer.py`). The function is the same.
         candidate_source_layer_id: Layer whose scores limit all later selections to a pool of blocks; -1 disables.
         candidate_topk_blocks: Blocks in the pool.
         candidate_block_size: Compressed positions per block.
-        residual: How a block's results reach the next one. "mhc"; "hyper_connections" is the same mixing without the
+        residual: Residual connection between blocks. "mhc"; "hyper_connections" is the same mixing without the
             projection to doubly stochastic matrices; "plain" is an ordinary residual stream and needs ``hc_mult: 1``.
         hc_mult: Number C of residual streams.
         hc_sinkhorn_iters: Sinkhorn normalisation rounds.
@@ -129,7 +129,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
         engram_vocab_size: Lower bound of every column's bucket count (a prime).
         engram_n_heads: Hash heads per n-gram size.
         engram_head_dim: Width of a table row.
-        engram_gate: "learned" weighs what memory says by the streams; "open" adds it as it is, and has no keys.
+        engram_gate: "learned" weighs the memory's value by the streams; "open" adds it unweighted, and has no keys.
         engram_token_map: "compressed" hashes tokens alike whose texts differ in case, accents or white space; "raw"
             hashes the ids themselves.
         engram_pad_token_id: Token whose compressed id stands for blocked lookback positions.
@@ -264,13 +264,13 @@ class DeepseekV41TextConfig(PretrainedConfig):
         return [layer for layer in self.engram_layer_ids if layer < self.num_hidden_layers]
 
     def rows_of_engram_primes(self) -> list[list[int]]:
-        """`engram_primes` of this configuration: one list of bucket counts per entry of `engram_layer_ids`."""
+        """Bucket counts (`engram_primes`) of this configuration: one list per entry of `engram_layer_ids`."""
         return engram_primes(
             len(self.engram_layer_ids), self.engram_max_ngram_size, self.engram_n_heads, self.engram_vocab_size
         )
 
     def for_tokenizer(self, vocab_size: int, compressed_vocab_size: int | None = None) -> "DeepseekV41TextConfig":
-        """A copy whose tokenizer-dependent sizes are those of a tokenizer.
+        """Copy whose tokenizer-dependent sizes are those of a tokenizer.
 
         Args:
             vocab_size: ``len(tokenizer)``.
@@ -299,7 +299,7 @@ class DeepseekV41TextConfig(PretrainedConfig):
         return config
 
     def fields(self) -> dict[str, Any]:
-        """The constructor's fields as plain values, without what `PretrainedConfig` adds (checkpoints keep these)."""
+        """Constructor's fields as plain values, without keys that `PretrainedConfig` adds; stored in checkpoints."""
         return {name: copy.deepcopy(getattr(self, name)) for name in sorted(TEXT_FIELDS - {"rope_scaling"})}
 
     # ------------------------------------------------------------------ validation

@@ -1,9 +1,9 @@
-"""From token ids to rows of the Engram tables (ARCHITECTURE 6; Engram, arXiv:2601.07372).
+"""N-gram hash from token ids to rows of the Engram tables (ARCHITECTURE 6; Engram, arXiv:2601.07372).
 
 1. A token map merges ids whose text differs only in case, accents or white space (see `token_map.py`).
 2. The last N compressed ids at each position are multiplied by odd constants and XORed; after k + 1 tokens the value
    is the hash of the (k + 1)-gram.
-3. Every (n-gram size, head) takes it modulo a prime of its own and adds the offset of its rows.
+3. Every (n-gram size, head) takes it modulo its prime and adds the offset of its rows.
 
 Everything is integer arithmetic on int64 that wraps, so results are equal on every machine.
 """
@@ -37,14 +37,14 @@ def hash_multipliers(layer: int, ngram_size: int, compressed_vocab_size: int) ->
 
 
 def hashed_tokens(config: DeepseekV41TextConfig, tokenizer: AnyTokenizer) -> npt.NDArray[np.int64]:
-    """What each token id counts as in a hash, int64 [ids]: the map that ``config.engram_token_map`` names."""
+    """Token map named by ``config.engram_token_map``: hashed id of each token id, int64 [ids]."""
     if config.engram_token_map == "raw":
         return np.arange(fast_backend(tokenizer).get_vocab_size(with_added_tokens=True), dtype=np.int64)
     return compressed_token_map(tokenizer)
 
 
 class DeepseekV41NgramHash(nn.Module):
-    """Hash ids of all Engram layers at once, from whole sequences.
+    """N-gram hash of all Engram layers at once, over whole sequences.
 
     Args:
         config: Text configuration; `engram_compressed_vocab_size` must be the tokenizer's.
@@ -56,7 +56,7 @@ class DeepseekV41NgramHash(nn.Module):
 
     Attributes:
         config: The configuration, with sizes that it left open taken from the tokenizer.
-        map_fingerprint: `fingerprint` of the token map, which says whether two models hash alike.
+        map_fingerprint: `fingerprint` of the token map, equal for models that hash alike.
     """
 
     token_map: Tensor
@@ -89,7 +89,7 @@ class DeepseekV41NgramHash(nn.Module):
                 len(self.layer_ids), self.max_ngram_size - 1, config.engram_n_heads
             ),
         }
-        # Not saved: they follow from the configuration and the tokenizer, and a checkpoint must not override those.
+        # Not saved: they follow from configuration and tokenizer, which a checkpoint must not override.
         for name, value in self._values.items():
             self.register_buffer(name, torch.empty(value.shape, dtype=torch.int64), persistent=False)
         self.init_weights()
@@ -116,7 +116,7 @@ class DeepseekV41NgramHash(nn.Module):
             input_ids: int32 or int64 token ids [B, S], rows complete from their start.
             token_mask: Bool [B, S]; a false token (image, padding) counts as blocked for itself and all behind it.
             sequence_ids: Integer document numbers [B, S]; lookback stops where they change, 0 marks padding.
-            checked: The caller has checked the range of the ids (a second host read is left out).
+            checked: The caller has checked the range of the ids (saves a second host read).
 
         Returns:
             int64 table rows [B, S, engram_layers, (N - 1) * heads]; columns ordered by n-gram size, then head.
@@ -135,7 +135,7 @@ class DeepseekV41NgramHash(nn.Module):
 
     @torch.no_grad()
     def ngrams(self, input_ids: Tensor, token_mask: Tensor | None = None, sequence_ids: Tensor | None = None) -> Tensor:
-        """What `forward` hashes: the compressed ids of every position and of those behind it.
+        """N-grams that `forward` hashes: the compressed ids of every position and of those behind it.
 
         Args, errors: As in `forward`.
 
@@ -147,7 +147,7 @@ class DeepseekV41NgramHash(nn.Module):
     def _tokens_back(
         self, input_ids: Tensor, token_mask: Tensor | None, sequence_ids: Tensor | None, checked: bool = False
     ) -> Iterator[Tensor]:
-        """The compressed ids of every position, then of the one behind it, and so on: N times int64 [B, S]."""
+        """Compressed ids of every position, then of the one behind it, and so on: N times int64 [B, S]."""
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids: must have shape [batch, sequence], got {list(input_ids.shape)}")
         if not checked:
@@ -181,12 +181,12 @@ def _check_token_mask(token_mask: Tensor | None, sequence_ids: Tensor | None, in
 
 
 def _shift(x: Tensor, back: int, fill: int) -> Tensor:
-    """Column p of the result is column p - `back` of `x` [B, S]; `fill` before the start."""
+    """Shift of `x` [B, S] by `back` columns to the right; `fill` before the start."""
     return torch.nn.functional.pad(x, (back, 0), value=fill)[:, : x.shape[1]]
 
 
 def _same_document(alive: Tensor, sequence_ids: Tensor | None, back: int) -> Tensor:
-    """Whether position p - `back` exists, is alive and belongs to the document of p: bool [B, S]."""
+    """Mask bool [B, S]: position p - `back` exists, is alive and belongs to the document of p."""
     reached = _shift(alive.to(torch.uint8), back, 0).bool()
     if sequence_ids is not None:
         reached = reached & (_shift(sequence_ids, back, 0) == sequence_ids)

@@ -33,7 +33,7 @@ __all__ = ["DeepseekV41Engram", "DeepseekV41NgramHash", "compile_engram_gate", "
 
 
 def engram_gates(streams: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
-    """How far each stream opens for the memory of its token: the core's own gates, for those who want to look at them.
+    """Gates of the memory, per token and stream, as the core computes them; for inspection.
 
     Args:
         streams: [B, S, C, H], at least fp32.
@@ -85,7 +85,7 @@ def _engram_gate_core(
 
 GateCore = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 
-# What every Engram of this process calls. Compilation caches belong to the process, so the switch does too.
+# Gate core of every Engram in this process. Compilation caches belong to the process, so the switch does too.
 _engram_gate: GateCore = _engram_gate_core
 _ENGRAM_GATE_COMPILED = False
 
@@ -93,7 +93,7 @@ _ENGRAM_GATE_COMPILED = False
 def compile_engram_gate() -> None:
     """Swap the gate core of this process for a ``torch.compile(dynamic=False)`` one; calling again does nothing.
 
-    See `CompiledCore` for shapes, rounding and what happens without a compiler.
+    See `CompiledCore` for shapes, rounding and the fallback without a compiler.
     """
     global _engram_gate, _ENGRAM_GATE_COMPILED
     if not _ENGRAM_GATE_COMPILED:
@@ -102,7 +102,7 @@ def compile_engram_gate() -> None:
 
 
 class DeepseekV41Engram(nn.Module):
-    """One Engram layer: table, projection, gate.
+    """Engram layer: table, projection, gate.
 
     Args:
         config: Text configuration.
@@ -137,19 +137,19 @@ class DeepseekV41Engram(nn.Module):
         self._build_gate(config, columns * config.engram_head_dim)
 
     def _build_gate(self, config: DeepseekV41TextConfig, width: int) -> None:
-        """What turns the rows of a position, `width` channels, into something to add."""
+        """Build the projection and the norm weights of the gate, for `width` channels of rows per position."""
         self.key_width = config.hc_mult * config.hidden_size
         self.wkv = nn.Linear(width, self.key_width + config.hidden_size, bias=False)
         self.q_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))
         self.k_weight = nn.Parameter(torch.ones(config.hc_mult, config.hidden_size))
 
     def init_weights(self, draws: NamedDraws) -> None:
-        """Norm weights of one; table and projection draw themselves."""
+        """Initialise norm weights to one; table and projection draw themselves."""
         nn.init.ones_(self.q_weight)
         nn.init.ones_(self.k_weight)
 
     def _rows(self, hash_ids: Tensor) -> Tensor:
-        """The rows of every position side by side [B, S, cols * d], in the dtype of the projection."""
+        """Rows of every position, concatenated [B, S, cols * d], in the dtype of the projection."""
         return self.embed(hash_ids).flatten(-2).to(self.wkv.weight.dtype)
 
     def forward(self, hidden_states: Tensor, hash_ids: Tensor, token_mask: Tensor | None = None) -> Tensor:
@@ -169,13 +169,13 @@ class DeepseekV41Engram(nn.Module):
 
 
 class OpenEngram(DeepseekV41Engram):
-    """An Engram without its gate: what memory says is added to every stream, whatever the streams hold."""
+    """Engram without gate: the memory's value is added to every stream unweighted."""
 
     def _build_gate(self, config: DeepseekV41TextConfig, width: int) -> None:
         self.wkv = nn.Linear(width, config.hidden_size, bias=False)
 
     def init_weights(self, draws: NamedDraws) -> None:
-        """Table and projection draw themselves."""
+        """Initialise no parameter here: table and projection draw themselves."""
 
     def forward(self, hidden_states: Tensor, hash_ids: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Add memory to the streams; see `DeepseekV41Engram.forward`."""
@@ -191,6 +191,6 @@ def build_engram(
     backend: BackendConfig,
     process_group: dist.ProcessGroup | None = None,
 ) -> DeepseekV41Engram:
-    """The Engram layer that ``config.engram_gate`` names."""
+    """Engram layer named by ``config.engram_gate``."""
     kinds = {"learned": DeepseekV41Engram, "open": OpenEngram}
     return kinds[config.engram_gate](config, layer_idx, backend, process_group)

@@ -1,6 +1,6 @@
-"""The Engram table: rows that hash ids point at, held whole or split over ranks.
+"""Engram table: rows addressed by hash ids, held whole or split over ranks.
 
-With a process group of W ranks, rank r owns the rows of DTensor's own uneven ``Shard(0)`` layout (see `sharding.py`):
+With a process group of W ranks, rank r owns the rows of DTensor's uneven ``Shard(0)`` layout (see `dsv41/ranks.py`):
 no padding rows exist, and no rank ever holds the whole table. A lookup is an exchange:
 
     ids -> sorted distinct ids (so they are grouped by owner) --all-to-all--> owners
@@ -16,7 +16,7 @@ never waits (checking ids on the host apart, see `check_integer_ids`), and remov
 it saves where no rows are sent.
 
 A step reads a few thousand rows of millions, but a gradient of the table's shape is mostly zeros that are written, and
-read again by whatever follows. On request it is row-sparse instead: see `EngramTable.sparse_gradient`.
+read again by clipping and optimizer. On request it is row-sparse instead: see `EngramTable.sparse_gradient`.
 
 Shapes: N rows, D width, R distinct ids asked for.
 """
@@ -45,7 +45,7 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.Proc
 
 
 class _RowExchange(torch.autograd.Function):
-    """Rows from their owners to those who asked; gradients back to the owners, divided by the number of ranks."""
+    """Exchange of rows from owners to requesters; gradients return to the owners, divided by the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -59,9 +59,9 @@ class _RowExchange(torch.autograd.Function):
 
 
 class _ReadRows(torch.autograd.Function):
-    """``F.embedding(ids, rows held here)`` whose gradient consists of the rows read.
+    """Embedding lookup in the rows held here whose gradient consists of the rows read.
 
-    Of a plain weight ``F.embedding(sparse=True)`` is the same, but no sparse gradient passes ``DTensor.to_local``.
+    For a plain weight ``F.embedding(sparse=True)`` does the same, but no sparse gradient passes ``DTensor.to_local``.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class _ReadRows(torch.autograd.Function):
 
 
 class EngramTable(nn.Module):
-    """Rows [N, D] addressed by int64 hash ids.
+    """Table of rows [N, D] addressed by int64 hash ids.
 
     Args:
         rows: Number N of rows.
@@ -94,7 +94,7 @@ class EngramTable(nn.Module):
     Attributes:
         weight: [N, D], or this rank's rows of it; after `shard` a DTensor [N, D].
         sparse_gradient: If true, ``weight.grad`` is a sparse COO tensor of the weight's shape with an entry per row
-            read, so that nothing of the table's size is made. It is not coalesced: a row that was read twice has two
+            read, and nothing of the table's size is allocated. It is not coalesced: a row that was read twice has two
             entries, which add up to its dense gradient. A DTensor's is a plain tensor too, and holds this rank's rows
             under their numbers in the whole table. To be changed only while the weight has no gradient.
     """
@@ -125,7 +125,7 @@ class EngramTable(nn.Module):
         )
 
     def init_weights(self, draws: NamedDraws) -> None:
-        """Draw the rows, in blocks; each row gets the same value whoever owns it."""
+        """Draw the rows, in blocks; a row's value does not depend on its owner."""
         draws.normal_rows_(self._local(), "weight", self.std, first_row=self.owned.start)
 
     def _local(self) -> Tensor:

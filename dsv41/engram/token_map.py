@@ -1,9 +1,9 @@
-"""The compressed token map: which token ids the Engram hash takes for the same (ARCHITECTURE 6).
+"""Compressed token map: token ids that the Engram hash treats as equal (ARCHITECTURE 6).
 
 Ids whose text differs only in case, accents or white space share a compressed id: 99092 of 129280 remain in the
 DeepSeek-V4 tokenizer. Building that map takes half a second, so the maps of large tokenizers are kept on disk, each
-under the SHA-256 of the tokenizer that it was built from. A file says itself whether it is whole; where there is none
-that can be used, the map is built.
+under the SHA-256 of the tokenizer that it was built from. A file holds its checksum; without a usable file
+the map is built.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ASCII_WHITE = " \t\n\v\f\r"  # as `Strip` has it; Python's `strip()` takes \x1c
 
 
 def fast_backend(tokenizer: AnyTokenizer) -> tokenizers.Tokenizer:
-    """The `tokenizers.Tokenizer` inside a fast tokenizer; TypeError for any other."""
+    """Backend `tokenizers.Tokenizer` inside a fast tokenizer; TypeError for any other."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(backend, "decode_batch"):
         raise TypeError(
@@ -57,7 +57,7 @@ def compressed_token_map(tokenizer: AnyTokenizer) -> npt.NDArray[np.int64]:
     and is kept apart by its raw token; a text that normalises to nothing is kept as it is.
 
     The maps of large tokenizers are kept in `default_cache_dir`, by the tokenizer's content. A cache that cannot be
-    read or written is logged and costs time, nothing else.
+    read or written is logged; the map is then built.
 
     Args:
         tokenizer: Fast tokenizer with ids 0 to ``len(tokenizer) - 1``.
@@ -102,7 +102,7 @@ def _normalizer() -> Any:
 
 
 def _normalized_ascii(text: str) -> str:
-    """What `_normalizer` makes of ASCII, several times faster; more than half of a vocabulary is ASCII."""
+    """Result of `_normalizer` for ASCII, several times faster; more than half of a vocabulary is ASCII."""
     folded = _WHITE_RUN.sub(" ", text.lower())
     return folded if folded == " " else folded.strip(_ASCII_WHITE)
 
@@ -129,7 +129,7 @@ def _build(backend: tokenizers.Tokenizer) -> npt.NDArray[np.int64]:
 
 
 def _cache_file(backend: tokenizers.Tokenizer) -> Path | None:
-    """Where the map of this tokenizer is kept; None if it cannot be."""
+    """Cache file of this tokenizer's map; None if it cannot be cached."""
     # Not at the top of the file: a model without Engram does not need the library.
     import tokenizers
 
@@ -145,7 +145,7 @@ def _cache_file(backend: tokenizers.Tokenizer) -> Path | None:
 
 
 def _read(file: Path) -> npt.NDArray[np.int64] | None:
-    """The map in a file: its `fingerprint`, a line feed, its little-endian int64 ids. None if that is not there."""
+    """Map stored in a file as its `fingerprint`, a line feed and little-endian int64 ids; None if unusable."""
     try:
         stated, _, ids = file.read_bytes().partition(b"\n")
         mapping = np.frombuffer(ids, dtype="<i8").astype(np.int64)
@@ -160,7 +160,7 @@ def _read(file: Path) -> npt.NDArray[np.int64] | None:
 
 
 def _write(file: Path, mapping: npt.NDArray[np.int64]) -> None:
-    # Processes that build the same map at once write the same bytes; each renames a file of its own. Not by
+    # Processes that build the same map at once write the same bytes; each renames a separate file. Not by
     # `written_whole`, which would also take the place of a folder, and wait for the disk.
     partial = file.with_name(f"{file.name}.{uuid4().hex}.partial")
     try:

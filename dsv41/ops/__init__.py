@@ -1,1 +1,1 @@
-"""Numerics of the architecture: functions of tensors, without modules' parameters or configurations of models."""
+"""Numerics of the architecture: functions of tensors, without parameters of modules or configurations."""

@@ -1,4 +1,4 @@
-"""A pure function run through torch.compile, announced, and eager where there is no working compiler."""
+"""Compilation of a pure function by torch.compile, with a fallback to eager where no compiler works."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledCore:
-    """A compiled function with the first call announced: it takes seconds. Without a compiler, eager and a warning.
+    """Compiled function whose first call, which takes seconds, is logged. Without a compiler: eager, with a warning.
 
     Each call shape is compiled once. There is no fullgraph: past torch's recompile limit a new shape runs `core` eager.
     Values are allclose to eager, not bit-equal, since fused sums run in another order.
 
     Args:
-        name: What is compiled, for the log.
+        name: Name of the function, for the log.
         core: Pure function of tensors, compiled with ``dynamic=False``.
-        eager: The same function, for when the first compilation fails; None is `core` itself.
+        eager: Same function, used when the first compilation fails; None for `core` itself.
     """
 
     def __init__(self, name: str, core: Callable[..., Tensor], eager: Callable[..., Tensor] | None = None) -> None:
@@ -33,7 +33,7 @@ class CompiledCore:
         self.failed = False
 
     def __call__(self, *args: Any) -> Tensor:
-        """The function; the first call compiles it."""
+        """Result of the function; the first call compiles it."""
         if self.compiled is not None:
             return self.compiled(*args)
         if not self.failed:
@@ -45,8 +45,8 @@ class CompiledCore:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, OSError, ImportError) as error:
-                # A missing compiler is a RuntimeError of inductor, an unwritable cache an OSError. The function is
-                # the same eager; if the arguments were at fault, the call below says so.
+                # A missing compiler is a RuntimeError of inductor, an unwritable cache an OSError. The eager
+                # function is the same; if the arguments were at fault, the call below raises.
                 self.failed = True
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 logger.warning("%s: compilation failed, running eager instead (%s)", self.name, reason)

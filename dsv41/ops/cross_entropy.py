@@ -1,8 +1,8 @@
 """Next-token cross-entropy, whole or fused with the head.
 
-`causal_lm_loss` takes logits. `chunked_causal_lm_loss` takes what the head is given and never has the logits of all
-positions at once: it goes through the live positions in chunks, and while the logits of a chunk exist, it makes the
-loss and both gradients from them. Positions without a label are left out before the product with the vocabulary; on a
+`causal_lm_loss` takes logits. `chunked_causal_lm_loss` takes the inputs of the head and never has the logits of all
+positions at once: it goes through the live positions in chunks, and computes loss and both gradients while
+the logits of a chunk exist. Positions without a label are left out before the product with the vocabulary; on a
 GPU they get a weight of zero instead, since the host would have to wait to count them.
 
 Memory, beyond hidden states and the gradient of the head's weight, does not grow with the length: `LOGIT_BYTES`, or
@@ -30,7 +30,7 @@ FEWEST_ROWS = 128  # of a chunk, whatever the vocabulary
 
 
 class CrossEntropy(NamedTuple):
-    """Loss as sum and count, so that means over several batches or ranks can be made of it.
+    """Loss as sum and count, from which means over several batches or ranks follow.
 
     Attributes:
         nats: Cross-entropy summed over predicted tokens, a scalar.
@@ -72,19 +72,19 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> CrossEntropy:
 def chunked_causal_lm_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> CrossEntropy:
     """`causal_lm_loss` of ``hidden @ weight.T`` without the logits.
 
-    Gradients are made in forward, where they are needed, and scaled in place in backward: a graph that is kept can be
-    walked back once only.
+    Gradients are computed in forward and scaled in place in backward: a retained graph supports one
+    backward only.
 
     Args:
         hidden: [B, S, H].
-        weight: Of the head [V, H], at least fp32; products are in its dtype, or wider if `hidden` is.
+        weight: Weight of the head [V, H], at least fp32; products are in its dtype, or wider if `hidden` is.
         labels: int64 [B, S], -100 where ignored.
 
     Returns:
-        The sum is at least fp32.
+        Sum, at least fp32, and count.
     """
     targets = next_tokens(labels).flatten()
-    # How many positions are live is not asked of a GPU, which would have to be waited for.
+    # The number of live positions is not read from a GPU, which would synchronise.
     drop_dead = not hidden.is_cuda
     with full_precision(hidden):
         total = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets, drop_dead, torch.is_grad_enabled())

@@ -1,4 +1,4 @@
-"""CSA2's attention over all keys behind a mask: the reference, with time and memory of queries times keys.
+"""Dense attention over all keys behind a mask: CSA2's reference, with time and memory of queries times keys.
 
     logits[s, h, l] = q[s, h] . kv[l] / sqrt(D)    where the mask allows l for s
     p = softmax over the allowed l and one sink logit per head
@@ -86,7 +86,7 @@ def dense_attention(
         masked: A key of `MASKED_ATTENTION`.
 
     Returns:
-        As of `sparse_attention`.
+        See `sparse_attention`.
     """
     mask = window_mask(live, window)
     if compressed is not None and selection is not None:

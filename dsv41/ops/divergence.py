@@ -3,7 +3,7 @@
     loss = sum over queries of KL(target || softmax(scores)),   target = mass / sum(mass)
     scores[s, t] = sum_h w[s, h] * relu(q[s, h] . k[t]) at the selected positions
 
-Gradients are made together with the loss, and nothing of the size queries x heads x positions outlives its chunk.
+Gradients are computed together with the loss, and nothing of the size queries x heads x positions outlives its chunk.
 
 Shapes: B batch, S queries, T compressed positions, I index heads, E index_head_dim, K selected positions; in a chunk
 c queries and m scored positions.
@@ -85,11 +85,11 @@ def divergence(q: Tensor, weights: Tensor, keys: Tensor, selection: Tensor, mass
 
     Args:
         q: Index queries [B, S, I, E].
-        weights: Of their heads [B, S, I].
+        weights: Weights of their heads [B, S, I].
         keys: Index keys [B, T, E].
         selection: Positions that are compared, int64 [B, S, K], distinct, ended by the query, -1 where absent.
-        mass: The attention's probability of each, of any scale, [B, S, K], zero where absent; without a gradient. A
-            query without any mass counts nothing.
+        mass: Attention's probability of each, of any scale, [B, S, K], zero where absent; without a gradient. A
+            query without mass contributes nothing.
         ratio: Tokens per compressed position.
 
     Returns:

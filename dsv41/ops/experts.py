@@ -1,9 +1,9 @@
-"""The products of the routed experts (ARCHITECTURE 7), three ways of computing one function.
+"""Products of the routed experts (ARCHITECTURE 7): three implementations of one function.
 
     out[n] = sum over the experts e of token n of  w2[e] ( weight * silu(min(w1[e] x, L)) * clamp(w3[e] x, -L, L) )
 
-loop      Tokens sorted by expert, one expert after another. An empty expert costs nothing. How many tokens each expert
-          has must be known on the host, so a GPU has to be waited for.
+loop      Tokens sorted by expert, one expert after another. An empty expert costs nothing. The number of tokens per
+          expert must be known on the host, which synchronises with a GPU.
 grouped   Tokens sorted by expert, one grouped product per projection (`torch.nn.functional.grouped_mm`), whose bounds
           stay on the device. Tokens that visit no expert are sent to the first one with a weight of zero. Rows of all
           operands have to begin at multiples of 16 bytes, and float64 is not taken.
@@ -50,7 +50,7 @@ def _activation_gradients(gate: Tensor, up: Tensor, limit: float, d_inner: Tenso
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps its two inputs as they are, where autograd would keep each step of it in fp32."""
+    """SwiGLU that keeps its two inputs only, where autograd would keep each step in fp32."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -71,7 +71,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 class _ExpertLoop(torch.autograd.Function):
-    """Gradients of the stacked matrices are written expert by expert into one tensor each.
+    """Loop over experts; gradients of the stacked matrices are written expert by expert into one tensor each.
 
     Kept for backward, beside the inputs: the two projections [R, M] in the dtype of `x`.
     """
@@ -146,14 +146,14 @@ class _ExpertLoop(torch.autograd.Function):
 
 
 def _by_expert(experts: Tensor) -> Tensor:
-    """The order of the flattened pairs by expert, -1 first; those of an expert keep the order of their tokens."""
+    """Order of the flattened pairs by expert, -1 first; those of an expert keep the order of their tokens."""
     return experts.flatten().argsort(stable=True)
 
 
 def looped_experts(
     x: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float
 ) -> Tensor:
-    """One expert after another, on its own tokens."""
+    """Products by a loop over experts, each on its tokens."""
     nowhere, *counts = torch.bincount(experts.flatten() + 1, minlength=len(w1) + 1).tolist()
     order = _by_expert(experts)[nowhere:]
     shares = weights.flatten().index_select(0, order).unsqueeze(-1)
@@ -167,7 +167,7 @@ def _groupable(dtype: torch.dtype, *sizes: int) -> bool:
 def grouped_experts(
     x: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float
 ) -> Tensor:
-    """One grouped product per projection; nothing is asked of the device.
+    """Products by one grouped product per projection; no value is read from the device.
 
     Raises:
         ValueError: A dtype or a size that torch's product does not take.
@@ -180,7 +180,7 @@ def grouped_experts(
     absent = experts < 0
     experts, weights = experts.masked_fill(absent, 0), weights.masked_fill(absent, 0.0)
     order = _by_expert(experts)
-    # Where each expert's tokens end.
+    # Ends of the experts' tokens.
     ends = torch.searchsorted(experts.flatten()[order], torch.arange(len(w1), device=x.device), right=True).int()
     rows = x.index_select(0, order // experts.shape[1])
     shares = weights.flatten().index_select(0, order).unsqueeze(-1)
@@ -195,7 +195,7 @@ def grouped_experts(
 def dense_experts(
     x: Tensor, experts: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float
 ) -> Tensor:
-    """Every expert on every token."""
+    """Products of every expert on every token."""
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     for index, (one, two, three) in enumerate(zip(w1.unbind(0), w2.unbind(0), w3.unbind(0), strict=True)):
         share = (weights * (experts == index)).sum(-1, keepdim=True)
@@ -212,7 +212,7 @@ IMPLEMENTATIONS: dict[str, ExpertProducts] = {
 
 
 def expert_products(implementation: str, x: Tensor, width: int) -> ExpertProducts:
-    """The implementation that ``BackendConfig.experts`` names.
+    """Implementation named by ``BackendConfig.experts``.
 
     Args:
         implementation: "auto" is "grouped" in bf16 on CUDA, where sizes allow it, and "loop" elsewhere.

@@ -4,7 +4,7 @@
     sinkhorn  m = softmax_rows(logits) + eps; m /= columns; then rows, columns, ... (each sum + eps)
     expand    out[o] = post[o] * y + sum_i comb[i, o] * stream[i]
 
-`_Read` and `_Mix` take a few tokens at a time, so that what an operation has just read is still in the cache for the
+`_Read` and `_Mix` take a few tokens at a time, so that inputs of one operation are still in the cache for the
 next, and so that bf16 streams are widened a few at a time. For backward they keep their inputs, not intermediate
 results.
 
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from dsv41.ops.compiled import CompiledCore
 from dsv41.ops.precision import full_precision, widen
 
-CHUNK_BYTES = 1 << 20  # of fp32 streams at a time: what a core's own cache holds
+CHUNK_BYTES = 1 << 20  # of fp32 streams at a time: fits into the cache of a core
 GPU_CHUNK_BYTES = 1 << 26  # enough to do for one kernel, yet little beside the streams; never measured
 
 
@@ -77,14 +77,14 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def _chunks(streams: Tensor) -> Iterator[slice]:
-    """Tokens to take at a time of streams [B, S, C, H]."""
+    """Slices of tokens of streams [B, S, C, H] to process at a time."""
     tokens, per_token = streams.shape[:2].numel(), 4 * streams.shape[2:].numel()
     size = max(1, (CHUNK_BYTES if streams.device.type == "cpu" else GPU_CHUNK_BYTES) // per_token)
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 def _workspace(target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where to compute in `dtype` what `target` is to hold: `target` itself, if it is of that type."""
+    """Buffer in `dtype` for a result that goes to `target`: `target` itself if it has that dtype."""
     return target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
 
 

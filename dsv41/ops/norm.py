@@ -12,7 +12,7 @@ from dsv41.ops.precision import widen
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps the input as it came and one factor per row; autograd would keep the scaled input too, and all in fp32.
+    """RMSNorm that keeps its input and one factor per row; autograd would keep the scaled input too, all in fp32.
 
     With n = x * scale and the row means <.>, d_x = scale * (d_out * weight - n * <d_out * weight * n>).
     """
@@ -43,7 +43,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """``x * rsqrt(mean(x^2) + eps) * weight`` over the last axis.
+    """RMSNorm over the last axis: ``x * rsqrt(mean(x^2) + eps) * weight``.
 
     Args:
         width: Size of the last axis.

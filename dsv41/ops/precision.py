@@ -1,4 +1,4 @@
-"""The one rule about wide arithmetic: at least fp32, and autocast has no say in it.
+"""Wide arithmetic: at least fp32, independent of autocast.
 
 Norms, mixing coefficients, routing, pooling, gates, softmax and the head compute in fp32 whatever the model's dtype.
 A float64 model computes them in float64, so that two implementations can be compared beyond fp32 rounding.

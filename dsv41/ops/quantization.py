@@ -45,7 +45,7 @@ def round_(x: Tensor, least: float, most: float, mantissa_bits: int) -> Tensor:
 def _fp8(groups: Tensor) -> Tensor:
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4)
     scale = _power_of_two_ceil(amax / E4M3_MAX)
-    # What torch's casts to float8 and back do, in half the time on a CPU; they keep the sign of a zero.
+    # Equal to torch's casts to float8 and back, in half the time on a CPU; those keep the sign of a zero.
     return round_(groups / scale, 2.0**-6, E4M3_MAX, 3).copysign_(groups).mul_(scale)
 
 

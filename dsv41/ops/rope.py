@@ -68,7 +68,7 @@ def rotation_table(frequencies: Tensor, positions: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Keeps the table alone: the gradient is rotated backwards."""
+    """Rotation that keeps the table alone: the gradient is rotated backwards."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, inverse: bool) -> Tensor:

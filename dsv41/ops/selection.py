@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of the products of all index heads at a time: queries are taken in chunks of as many as fit.
+# Size of the products of all index heads at a time; a chunk has as many queries as fit.
 CHUNK_BYTES = 16 << 20
 # Gathering keys costs more per key than scoring all of them in one product.
 GATHER_COST = 4

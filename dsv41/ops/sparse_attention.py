@@ -1,4 +1,4 @@
-"""CSA2's attention without a tensor of queries times keys: the cost grows with S, not with S squared.
+"""Sparse attention of CSA2 without a tensor of queries times keys: the cost grows with S, not with S squared.
 
 Queries are taken in chunks. Each chunk sees
 
@@ -33,13 +33,13 @@ from dsv41.ops.precision import full_precision, widen
 # At 512 channels, top-k 512 and 1024 positions, 0, 1, 2 and 4 take 3.1, 2.0, 0.89 and 0.86 s (benchmarks/attention.py).
 ALPHA = 2
 BLOCK = 16  # queries that share a view of window keys; b + W - 1 keys are read for W that are needed
-CHUNK = 4 * BLOCK  # queries at most: what the last of a chunk sees, the first has to mask
+CHUNK = 4 * BLOCK  # queries at most: the first of a chunk masks positions that the last sees
 GATHER_BYTES = 8 << 20  # of gathered fp32 keys at a time, where a chunk of one block allows it
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Queries `start` to `stop` with what they may see of the compressed positions.
+    """Chunk of queries `start` to `stop`, with the compressed positions visible to them.
 
     Attributes:
         start: First query, a multiple of the block.
@@ -66,7 +66,7 @@ def _chunks(q: Tensor, compressed: Tensor | None, selection: Tensor | None, rati
 
 
 class _Views:
-    """What forward and backward read alike, in wide arithmetic.
+    """Views and logits shared by forward and backward, in wide arithmetic.
 
     Args:
         q: Queries [B, S, H, D].
@@ -91,14 +91,14 @@ class _Views:
         self.band = band.masked_fill_(((distance < 0) | (distance >= window)).unsqueeze(1), float("-inf"))
 
     def rows(self, tensor: Tensor, chunk: _Chunk) -> Tensor:
-        """A chunk of queries or gradients [B, S, H, D], filled up to whole blocks: [B, c, H, D], a contiguous copy."""
+        """Chunk of queries or gradients [B, S, H, D], filled up to whole blocks: [B, c, H, D], a contiguous copy."""
         part = widen(tensor[:, chunk.start : chunk.stop])
         if missing := -part.shape[1] % BLOCK:
             return F.pad(part, (0, 0, 0, 0, 0, missing))
         return part.clone(memory_format=torch.contiguous_format)
 
     def blocks(self, rows: Tensor) -> Tensor:
-        """[B, c, H, ...] as [B * c / b, b * H, ...]."""
+        """Blocks [B * c / b, b * H, ...] of rows [B, c, H, ...]."""
         return rows.reshape(-1, BLOCK * self.heads, *rows.shape[3:])
 
     def window_keys(self, chunk: _Chunk) -> Tensor:
@@ -214,7 +214,7 @@ class _SparseAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         q, kv, compressed, sink, selection, live, lse = ctx.saved_tensors
         window, ratio = ctx.sizes
-        # A dead query passes nothing on: with its output's gradient, all terms below vanish.
+        # A dead query has no gradient: with its output's gradient, all terms below vanish.
         d_out = gradients[0].masked_fill(~live[..., None, None], 0.0)
         with full_precision(q):
             views = _Views(q, kv, compressed, selection, window)
@@ -290,9 +290,9 @@ def sparse_attention(
         sink: Logits [H], at least fp32.
         selection: int64 [B, S, K], distinct positions that have ended by the query, -1 where absent; or None.
         live: Bool [B, S]; padding is false, on the right only, and gets zeros.
-        window: Raw positions that a query sees, itself included, at least 1; what exceeds S costs nothing.
+        window: Raw positions that a query sees, itself included, at least 1; a window beyond S costs nothing.
         ratio: Tokens per compressed position; 0 without.
-        with_mass: Also return what the selected positions are worth.
+        with_mass: Also return the attention's mass on the selected positions.
 
     Returns:
         [B, S, H, D] in the dtype of `q`; arithmetic at least fp32. And with `with_mass` the attention's probability of

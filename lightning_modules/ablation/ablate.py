@@ -36,7 +36,7 @@ from lightning_modules.text import plain_table, readable_count
 
 
 def dry_run(plan: Plan) -> str:
-    """What would be done: variants with their budget, runs with their state."""
+    """Plan as text: variants with their budget, runs with their state."""
     base = plan.variants[0].cost
     cells: list[tuple[str, ...]] = [("variant", "parameters", "read by a token", "FLOPs per token", "matched")]
     warnings = []
@@ -59,7 +59,7 @@ def dry_run(plan: Plan) -> str:
 
 
 def _match_notes(plan: Plan, rows: list[Row]) -> list[str]:
-    """How well variants are matched, with the vocabulary that the runs have found."""
+    """Notes on the match of variants, with the vocabulary that the runs have found."""
     costs = {row.variant: row.cost for row in rows}
     notes = []
     for planned in plan.variants:
@@ -74,7 +74,7 @@ def _match_notes(plan: Plan, rows: list[Row]) -> list[str]:
 
 
 def collect(plan: Plan) -> list[Record]:
-    """The finished runs of a plan, the base first; their last loss is that of the marker."""
+    """Finished runs of a plan, the base first; their last loss is that of the marker."""
     records = []
     order = [planned.variant.name for planned in plan.variants]
     for run in sorted(plan.runs, key=lambda run: order.index(run.variant)):
@@ -121,7 +121,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """Take a scheduler's SIGTERM like Ctrl-C, and leave the handler as it was: a notebook's process goes on."""
+    """Treat a scheduler's SIGTERM like Ctrl-C, and restore the handler for processes that outlive the call."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -158,7 +158,7 @@ def ablate(path: Path, output: Path | None, jobs: int, only_plan: bool, stream: 
 
 
 def run_plan(plan: Plan, jobs: int, only_plan: bool, stream: TextIO) -> int:
-    """`ablate`, with the plan made."""
+    """Run a finished plan; see `ablate`."""
     for run in plan.runs:
         require_same(run)
     print(dry_run(plan), file=stream, flush=True)
@@ -169,7 +169,7 @@ def run_plan(plan: Plan, jobs: int, only_plan: bool, stream: TextIO) -> int:
             print(file=stream)
             failed = run_all(plan.runs, jobs, Progress(plan, jobs, stream))
         except KeyboardInterrupt:
-            print("stopped; the same command goes on from here", file=stream)
+            print("stopped; the same command resumes from here", file=stream)
             return 130
         print(f"\n{write_all(plan, jobs)}", file=stream)
     if failed:

@@ -1,6 +1,6 @@
-"""What TensorBoard shows of a study beside the runs' own curves: the HParams tab, and charts that overlay variants.
+"""TensorBoard pages of a study beside the curves of its runs: the HParams tab, and charts that overlay variants.
 
-Both are event files of their own, told apart by their suffix, so that writing them again replaces them.
+Both are separate event files, distinguished by their suffix, so that writing them again replaces them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SUFFIX = ".study"
 
 
 def _writer(directory: Path) -> SummaryWriter:
-    """A writer whose file takes the place of the one of an earlier time."""
+    """Writer whose file replaces an earlier one."""
     for old in directory.glob(f"events.out.tfevents.*{SUFFIX}"):
         old.unlink()
     return SummaryWriter(str(directory), filename_suffix=SUFFIX)
 
 
 def _plain(value: Any) -> bool | str | float | int:
-    """What the HParams tab takes."""
+    """Value of a type that the HParams tab accepts."""
     return value if isinstance(value, bool | str | float | int) else json.dumps(value)
 
 
@@ -53,7 +53,7 @@ def write_hparams(record: Record, switches: Sequence[str]) -> None:
         }
     known = {name: value for name, value in metrics.items() if value is not None}
     writer = _writer(record.directory)
-    events = writer._get_file_writer()  # add_hparams would make a directory of its own for them
+    events = writer._get_file_writer()  # add_hparams would make a separate directory for them
     for summary in hparams(shown, known):
         events.add_summary(summary)
     for name, value in known.items():

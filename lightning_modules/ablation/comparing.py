@@ -1,4 +1,4 @@
-"""``dsv41 compare``: the table of a study from the event files of runs, whoever has made them."""
+"""Comparison of runs by ``dsv41 compare``: the table of a study from event files of any origin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_modules.paths import expanded
 
 
 def _named(word: str) -> tuple[str | None, Path]:
-    """``NAME=PATH`` or ``PATH``."""
+    """Name and path of ``NAME=PATH``; no name for ``PATH``."""
     name, equals, path = word.partition("=")
     return (name, Path(path)) if equals and name and not Path(word).exists() else (None, Path(word))
 
@@ -48,7 +48,7 @@ def records_of(words: Sequence[str]) -> list[Record]:
 
 
 def compare(words: Sequence[str], base: str | None = None) -> str:
-    """What ``dsv41 compare RUN...`` prints.
+    """Text that ``dsv41 compare RUN...`` prints.
 
     Args:
         words: As in `records_of`.

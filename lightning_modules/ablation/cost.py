@@ -1,4 +1,4 @@
-"""What a model of a study costs: one line of its budget."""
+"""Cost of a study's model: parameters and operations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_modules.budget import active_parameters, named_parameters
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one configuration.
+    """Cost of one configuration.
 
     Attributes:
-        parameters: All.
-        active: Those that a token reads.
+        parameters: Number of parameters.
+        active: Parameters that a token reads.
         flops: Training FLOPs per token, the mean over a sequence.
     """
 

@@ -1,4 +1,4 @@
-"""What a run's event files and configuration say, by tensorboard's own reader."""
+"""Records of runs: curves from event files, by tensorboard's reader, and settings from the configuration."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class NoLossError(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """One run.
+    """Record of one run.
 
     Attributes:
         variant: Name.
-        seed: None if its configuration does not say.
+        seed: Seed; None if its configuration has none.
         directory: Of its event files.
         curve: Validation loss by steps done, in nats per token.
         train_curve: Training loss by steps done.
@@ -53,12 +53,12 @@ class Record:
 
     @property
     def steps(self) -> int:
-        """Done at the last validation."""
+        """Steps done at the last validation."""
         return max(self.curve)
 
     @property
     def loss(self) -> float:
-        """Of the last validation."""
+        """Validation loss of the last validation."""
         return self.curve[self.steps]
 
 
@@ -88,7 +88,7 @@ def _home(events: Path) -> Path:
 
 
 def name_of(directory: Path) -> str:
-    """The experiment's name: of the last folder that is no ``version_N`` or ``seed_N``."""
+    """Experiment's name: the last folder that is no ``version_N`` or ``seed_N``."""
     for folder in (directory.absolute(), *directory.absolute().parents):
         kind, _, number = folder.name.partition("_")
         if not (kind in ("version", "seed") and number.isdecimal()):

@@ -1,4 +1,4 @@
-"""Means over seeds, and how far a paired difference can be trusted."""
+"""Means over seeds, and confidence intervals of paired differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def t_probability(t: float, degrees: int) -> float:
 
     Args:
         t: At least 0.
-        degrees: Of freedom, at least 1.
+        degrees: Degrees of freedom, at least 1.
     """
     angle = math.atan(t / math.sqrt(degrees))
     square = math.cos(angle) ** 2
@@ -49,11 +49,11 @@ def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and how far it may be off.
+    """Mean over seeds and its confidence interval.
 
     Attributes:
         mean: Over seeds.
-        half: Half the width of the 95% confidence interval; None with one seed, which says nothing about it.
+        half: Half the width of the 95% confidence interval; None with one seed.
         count: Seeds.
     """
 
@@ -79,6 +79,6 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def paired(values: dict[int, float], base: dict[int, float]) -> Interval | None:
-    """`interval` of the differences to the base at each seed that both have; None if there is none."""
+    """Interval of the differences to the base at each seed that both have; None if there is none."""
     differences = [values[seed] - base[seed] for seed in sorted(values) if seed in base]
     return interval(differences) if differences else None

@@ -1,6 +1,7 @@
-"""Giving a variant the base's parameters or operations back, with more or fewer experts, or wider ones.
+"""Resizing of a variant to the base's parameters or operations, by the number or the width of its experts.
 
-Both measures grow by the same amount with each expert, or each channel of the experts, so two values give the rest.
+Both measures grow by the same amount with each expert, or each channel of the experts, so two values
+determine the others.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from lightning_modules.ablation.cost import Cost
 from lightning_modules.ablation.study import Match
 
 FIELDS: dict[Match, str] = {"parameters": "n_routed_experts", "flops": "moe_intermediate_size"}
-TOLERANCE = 0.01  # beyond which a match is said to be none
+TOLERANCE = 0.01  # beyond which a match is reported as failed
 
 
 @dataclass(frozen=True)
 class Matched:
-    """How a variant was resized.
+    """Resizing of a variant: field values before and after.
 
     Attributes:
         match: "parameters" or "flops".
-        before: The field's value.
-        after: Its new one.
+        before: Value of the field.
+        after: Its new value.
     """
 
     match: Match
@@ -40,7 +41,7 @@ def ratio(match: Match, cost: Cost, base: Cost) -> float:
 
 
 def warning(name: str, match: Match, achieved: float) -> str | None:
-    """What is to be said where a variant is more than `TOLERANCE` off the base."""
+    """Warning where a variant is more than `TOLERANCE` off the base; else None."""
     if abs(achieved - 1) <= TOLERANCE:
         return None
     return f"WARNING: {name} is not matched: it has {achieved:.4f} of the base's {match}"

@@ -1,4 +1,4 @@
-"""From a study to its runs: the complete configuration of each, checked before anything starts."""
+"""Plan of a study: complete configurations of its runs, checked before the first one starts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightning_modules.ablation.study import Study, Variant
 from lightning_modules.checkpoint.find import run_name
 from lightning_modules.inspecting import Parsed, vocabulary
 
-# Where a run is written, which is no part of what it computes.
+# Options of a run's place, which do not affect its numbers.
 PLACE = "trainer.logger."
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """Training run of one variant with one seed.
 
     Attributes:
         variant: Name.
@@ -44,12 +44,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Display name, variant and seed."""
         return f"{self.variant} seed {self.seed}"
 
     @property
     def directory(self) -> Path:
-        """Event files, checkpoints and configuration, where the command line puts them."""
+        """Directory of event files, checkpoints and configuration, as the command line names it."""
         return self.folder / run_name(0)
 
     @property
@@ -65,7 +65,7 @@ class Run:
 
 @dataclass(frozen=True)
 class PlannedVariant:
-    """A variant with what follows from it.
+    """Variant with its configuration and cost.
 
     Attributes:
         variant: As the study says it.
@@ -87,7 +87,7 @@ class Plan:
     Attributes:
         study: The study.
         variants: The base first.
-        runs: Seed by seed, so that what is finished can be compared early.
+        runs: Seed by seed, so that finished seeds can be compared early.
     """
 
     study: Study

@@ -1,4 +1,4 @@
-"""From runs to a table: JSON, CSV and Markdown."""
+"""Results of a study as a table: JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_modules.text import markdown_table, readable_count
 
 @dataclass(frozen=True)
 class Row:
-    """A variant over its seeds.
+    """Result of a variant over its seeds.
 
     Attributes:
         variant: Name.
@@ -136,7 +136,7 @@ def markdown(rows: Sequence[Row], base: str, notes: Sequence[str] = ()) -> str:
 
 
 def notes_on(rows: Sequence[Row], base: str) -> list[str]:
-    """What a reader of the table has to know: what the interval is, and what does not compare."""
+    """Notes below the table: definition of the interval, and limits of the comparison."""
     notes = [
         "Validation loss: nats per token after the last step, mean over seeds. Difference: paired by seed; interval: "
         "Student's t."
@@ -154,7 +154,7 @@ def notes_on(rows: Sequence[Row], base: str) -> list[str]:
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    """A row for files."""
+    """Row as plain values for files."""
     return {
         "variant": row.variant,
         "seeds": list(row.seeds),

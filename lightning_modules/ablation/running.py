@@ -1,11 +1,11 @@
 """Runs of a study as child processes: each with its log file, skipped when finished, continued when not.
 
-What the study keeps of a run, in its folder:
+Files of a run in the study's folder:
 
     run.yaml        complete configuration
-    log.txt         what its processes have printed
+    log.txt         output of its processes
     finished.json   marker, written at last: digest of the configuration, final numbers
-    lock            held by the process that trains, and so free again however that ends
+    lock            held by the process that trains, and released by the system when it ends
     version_0/      the run as ``dsv41 fit`` leaves it
 """
 
@@ -38,7 +38,7 @@ CONFIG = "run.yaml"
 LOG = "log.txt"
 FINISHED = "finished.json"
 LOCK = "lock"
-POLL = 0.2  # seconds between looks at processes
+POLL = 0.2  # poll interval for processes, in seconds
 
 
 # ------------------------------------------------------------------ what is on the disk
@@ -110,7 +110,7 @@ def finish(run: Run) -> bool:
 
 
 def log_tail(run: Run, lines: int = 15) -> str:
-    """The end of the run's log."""
+    """Last lines of the run's log."""
     file = run.folder / LOG
     return "\n".join(file.read_text(errors="replace").splitlines()[-lines:]) if file.is_file() else ""
 
@@ -162,7 +162,7 @@ class Job:
 
 
 class Watcher(Protocol):
-    """Who is told what happens."""
+    """Receiver of the events of a study."""
 
     def started(self, job: Job) -> None:
         """A process has begun, or was found."""
@@ -175,14 +175,14 @@ class Watcher(Protocol):
 
 
 def threads_per_job(jobs: int) -> int:
-    """Threads of each child, where `jobs` run at once: of ``OMP_NUM_THREADS`` or all cores their part."""
+    """Threads of each child when `jobs` run at once: an equal share of ``OMP_NUM_THREADS`` or of all cores."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, (int(given) if given.isdecimal() else cores) // jobs)
 
 
 def fit_command(run: Run) -> list[str]:
-    """What trains the run, from its newest checkpoint if it has one."""
+    """Command that trains the run, from its newest checkpoint if it has one."""
     command = [sys.executable, "-m", "lightning_modules", "fit", "--config", str(run.folder / CONFIG)]
     return command if find_checkpoint(run.folder, "last") is None else [*command, "--ckpt_path", "last"]
 
@@ -231,7 +231,7 @@ def ended(job: Job) -> bool:
 
 
 def _failure(job: Job) -> str | None:
-    """Why a job that has ended is not finished; None if it is."""
+    """Reason why a job that has ended is not finished; None if it is."""
     status = None if job.process is None else job.process.returncode
     if status in (None, 0) and finish(job.run):
         return None
@@ -256,7 +256,7 @@ def _stop(running: Sequence[Job]) -> None:
 
 
 def run_all(runs: Sequence[Run], jobs: int, watcher: Watcher) -> list[str]:
-    """Train what is not finished, `jobs` at a time.
+    """Train unfinished runs, `jobs` at a time.
 
     A run that fails does not end the others. Ctrl-C ends all after their current step, with checkpoints.
 

@@ -1,4 +1,4 @@
-"""A study as its YAML file says it: a base, variants of it, seeds.
+"""Study as described by its YAML file: a base, variants of it, seeds.
 
     base:
       config: [../tiny.yaml]                      # files of `dsv41 fit`, later ones count more
@@ -34,13 +34,13 @@ _NAME = re.compile(r"^(?!(seed|version)_\d)[A-Za-z0-9][\w.-]*$")
 
 @dataclass(frozen=True)
 class Variant:
-    """What a variant adds to the base.
+    """Variant: files and options on top of the base.
 
     Attributes:
         name: "base", or as in the file.
         config: Files after the base's.
         options: Nested, as in a file; after all files.
-        match: What of the base the variant is resized to.
+        match: Measure of the base that the variant is resized to.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Study:
-    """A study.
+    """Study: base, variants and seeds.
 
     Attributes:
-        name: Of its file, without the suffix.
+        name: File name without the suffix.
         config: Files of the base.
         options: The base's own, nested.
         variants: The base first.
@@ -71,7 +71,7 @@ class Study:
 
 
 class _NoDuplicates(yaml.SafeLoader):
-    """PyYAML takes the last of two equal keys, and says nothing."""
+    """YAML loader that refuses duplicate keys, where PyYAML silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping, or ConstructorError naming the key that comes twice."""

@@ -1,4 +1,4 @@
-"""What the model consists of, printed once before training."""
+"""Summary of the model's parts, printed once before training."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Training checkpoints: finding, writing, reading and the rule for what they decide."""
+"""Training checkpoints: finding, writing, reading, and the rule for their authority over options."""

@@ -1,4 +1,4 @@
-"""Reading checkpoint files that a disk may have damaged or a stranger may have made.
+"""Safe loading of checkpoint files, which may be damaged or hostile.
 
 Nothing that a file says is called, and no message advises to allow it: a checkpoint of this project holds tensors and
 plain values. torch checks none of the checksums that it writes, and torch.distributed.checkpoint reads its metadata
@@ -33,7 +33,7 @@ _GLOBAL = re.compile(r"(?:GLOBAL|reduce for unrecognized function|new object for
 
 
 def choices_named(path: Path, error: DamagedFileError) -> DamagedFileError:
-    """`error` with what a user may choose instead of the checkpoint `path`: going back is not done unasked."""
+    """Error with the checkpoints that could replace `path`: none is chosen without the user."""
     others = complete_beside(path)
     rest = f"complete beside it: {first_few(others)}" if others else "no other checkpoint is beside it"
     return DamagedFileError(f"ckpt_path: {error}; {rest}")
@@ -85,7 +85,7 @@ def read_plain(path: Path, mmap: bool = False, map_location: Any = "cpu") -> dic
 
 
 def refusal(error: Exception) -> str:
-    """Why `torch.load(weights_only=True)` has refused a file, without its advice."""
+    """Reason why `torch.load(weights_only=True)` has refused a file, without its advice."""
     found = _GLOBAL.search(str(error))
     if found:
         return f"asks for {found[1]}, which is refused: a checkpoint holds tensors and plain values, and no code is run"
@@ -117,7 +117,7 @@ _RECORDS = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads metadata into records that do nothing: a pickle can also set attributes of the classes that it is given."""
+    """Unpickler of metadata into inert records: a pickle can also set attributes of the classes that it is given."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -147,7 +147,7 @@ def _size(value: Any) -> torch.Size:
 
 
 def _rebuilt(metadata: Any, files: Collection[str]) -> Metadata:
-    """Metadata out of records, value by value."""
+    """Metadata rebuilt from records, value by value."""
     fields = metadata.state
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, entry in fields["state_dict_metadata"].items():

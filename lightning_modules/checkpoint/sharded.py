@@ -47,7 +47,7 @@ META = "meta.pt"
 
 
 class IncompleteCheckpointError(ValueError):
-    """A folder that a killed save left, or that is no sharded checkpoint."""
+    """Incomplete folder of a killed save, or no sharded checkpoint."""
 
 
 def _require_complete(folder: Path) -> None:
@@ -89,7 +89,7 @@ def size_of(tensors: Any) -> int:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Keeps the reason of a failure, which exceptions lose on their way to other ranks."""
+    """Storage writer that keeps the reason of a failure, which exceptions lose on their way to other ranks."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -117,7 +117,7 @@ def write_tensors(folder: Path, tensors: dict[str, Any]) -> None:
 
 
 def checksums_of_rank(folder: Path, rank: int) -> dict[str, str]:
-    """SHA-256 of what `write_tensors` has written on a rank, by file name."""
+    """SHA-256 of files that `write_tensors` has written on a rank, by file name."""
     return {file.name: sha256_of(file) for file in folder.glob(f"__{rank}_*")}
 
 
@@ -130,7 +130,7 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def require_intact_share(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare every `ranks`-th file of a folder with its checksum; all ranks together read each file once.
+    """Compare this rank's share of a folder's files with their checksums; all ranks together read each file once.
 
     Raises:
         IncompleteCheckpointError: The folder is not complete.
@@ -162,7 +162,7 @@ def _metadata(folder: Path) -> Metadata:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads metadata of tensors only, and nothing that has to be executed."""
+    """Storage reader for metadata of tensors only; executes nothing."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = _metadata(Path(self.path))
@@ -198,7 +198,7 @@ def _read_tensors(folder: Path, tensors: dict[str, Any], no_dist: bool = False) 
 
 
 def _stored(folder: Path) -> dict[tuple[Any, ...], TensorStorageMetadata]:
-    """Path of every tensor in the folder, ("state_dict", NAME) say, and its sizes."""
+    """Path of every tensor in the folder, for example ("state_dict", NAME), and its sizes."""
     metadata = _metadata(folder)
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data
     return {
@@ -228,7 +228,7 @@ def require_same_tensors(
 
 
 def model_tensors(folder: Path) -> dict[str, Tensor]:
-    """The model's tensors by name, on the meta device: shapes and dtypes.
+    """Tensors of the model by name, on the meta device: shapes and dtypes.
 
     Raises:
         IncompleteCheckpointError: The folder is not complete.
@@ -296,7 +296,7 @@ def read_optimizer(folder: Path, index: int, parameters: Mapping[str, Tensor], p
 
 
 def _rejoined(plain: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> dict[str, Any]:
-    """An optimizer's state of which `split_tensors` has made two parts."""
+    """State of an optimizer, joined from the two parts of `split_tensors`."""
     # Not a set, whose order differs between processes: tensors are collected in this order, by all ranks at once.
     names = [*plain["state"], *(name for name in tensors if name not in plain["state"])]
     return plain | {"state": {name: plain["state"].get(name, {}) | tensors.get(name, {}) for name in names}}

@@ -1,4 +1,4 @@
-"""Checkpoints that appear complete or not at all, read on one device whatever wrote them."""
+"""Single-file checkpoints, written atomically; readers on one device also open sharded ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_modules.checkpoint.sharded import read_whole, size_of
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, flushes to the disk, then renames. Also opens the sharded checkpoints of many ranks.
+    """Checkpoint files written beside the target, flushed, then renamed. Also opens sharded checkpoints of many ranks.
 
     Lightning's own way goes through the system's temporary directory; where that is another file system, the last move
     is a copy, and a kill during it leaves half a file under the final name. This one also streams instead of holding a

@@ -1,4 +1,4 @@
-"""Sources of text: the standard library's own sources, files and folders, or a Hugging Face dataset."""
+"""Sources of text: the standard library's code, files and folders, or a Hugging Face dataset."""
 
 import os
 import stat
@@ -33,7 +33,7 @@ _MARK = "\ufeff"
 
 
 class Document(NamedTuple):
-    """A text that stands by itself.
+    """Text of one document, with its name.
 
     Attributes:
         name: Name that does not depend on the machine, such as a path relative to the source. It decides the split.

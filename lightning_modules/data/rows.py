@@ -14,7 +14,7 @@ NO_ROW = -1
 
 
 class RowDataset(Dataset[dict[str, torch.Tensor]]):
-    """Rows of ``sequence_length`` tokens, whatever documents they cross; the last is filled up with padding.
+    """Rows of ``sequence_length`` tokens across documents; the last is filled up with padding.
 
     Args:
         store: The tokens of the split.
@@ -108,7 +108,7 @@ def predicted_token_counts(store: TokenStore, sequence_length: int, vocab_size: 
 
 
 def unigram(store: TokenStore, sequence_length: int, byte_lengths: np.ndarray) -> tuple[float, float]:
-    """Loss of the best model without context on the rows of a split: one that knows the tokens' frequencies in it.
+    """Unigram loss on the rows of a split: of the best model without context, which knows the tokens' frequencies.
 
     Args:
         store: The tokens of the split.
@@ -130,7 +130,7 @@ def unigram(store: TokenStore, sequence_length: int, byte_lengths: np.ndarray) -
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Entropy of the distribution that the counts give.
+    """Entropy of the distribution given by counts.
 
     Args:
         counts: int64 ``[n]``, with a sum above 0.

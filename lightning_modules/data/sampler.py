@@ -1,4 +1,4 @@
-"""Which rows each process takes, in what order, and a loader that goes on inside an epoch after a resume.
+"""Order of rows, their distribution over processes, and a loader that resumes inside an epoch.
 
 A batch is a batch of all processes together, so that the same rows are trained on in the same steps whatever their
 number: the order is cut into batches, and rank r of W takes every W-th row of each, from the r-th. Where a batch is not
@@ -26,7 +26,7 @@ from lightning_modules.data.rows import NO_ROW
 
 
 class Position(NamedTuple):
-    """Where training stands when an epoch begins or is resumed.
+    """Position of training when an epoch begins or is resumed.
 
     Attributes:
         epoch: Number of the epoch, from 0. It selects the order of the rows.
@@ -38,7 +38,7 @@ class Position(NamedTuple):
 
 
 def trainer_position(trainer: L.Trainer) -> Position | None:
-    """Read from the trainer's counters where training stands.
+    """Position of training, from the trainer's counters.
 
     Args:
         trainer: A trainer whose training loop asks for the first batch of an epoch, new or resumed.
@@ -60,7 +60,7 @@ def trainer_position(trainer: L.Trainer) -> Position | None:
 
 
 def share_of(batch: list[int], rank: int, world_size: int) -> list[int]:
-    """A rank's part of a batch.
+    """Part of a batch that a rank takes.
 
     Args:
         batch: Row numbers, at least one.
@@ -169,7 +169,7 @@ class ResumableBatchSampler(OrderedBatchSampler):
 
 
 class SharedLoader:
-    """A loader whose batch sampler already knows about ranks.
+    """Loader whose batch sampler distributes rows over ranks.
 
     It wraps a ``DataLoader`` instead of being one so that Lightning leaves it as it is: Lightning would replace the
     sampler of a ``DataLoader`` by its own when there are several ranks.
@@ -194,14 +194,14 @@ class SharedLoader:
 
 
 class ResumableLoader(SharedLoader):
-    """A training loader that starts at the sampler's position when its first batch is asked for."""
+    """Training loader that starts at the sampler's position when its first batch is requested."""
 
     def state_dict(self) -> dict[str, Any]:
-        """An empty state. Having one tells Lightning that this loader can be resumed, so that it does not warn."""
+        """Empty state, by which Lightning recognises a resumable loader and does not warn."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Does nothing: the position is the trainer's, not the loader's.
+        """Ignore the state: the position is the trainer's, not the loader's.
 
         Lightning does not call this at all when the loader was set up before the checkpoint was read, which is why
         the position is not kept here.

@@ -1,4 +1,4 @@
-"""Which documents are trained on and which are held out."""
+"""Splits of a corpus into training, validation and test documents."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ SPLITS = ("train", "val", "test")
 
 
 class Split(NamedTuple):
-    """The documents of one split.
+    """Documents of one split.
 
     Attributes:
         documents: The documents, in the order of the corpus.
@@ -24,7 +24,7 @@ class Split(NamedTuple):
 
 
 def split_of(name: str, val_fraction: float, test_fraction: float) -> str:
-    """The split of a document, which depends on its name and on nothing else in the corpus.
+    """Split of a document, which depends on its name alone.
 
     Args:
         name: Name of the document.

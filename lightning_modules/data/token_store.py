@@ -1,4 +1,4 @@
-"""The tokens of a split, kept in a cache file that is mapped into memory."""
+"""Tokens of a split, kept in a cache file that is mapped into memory."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ _BATCH_CHARACTERS = 1 << 20
 
 
 class TokenStore:
-    """The tokens of all documents of a split, one after the other, as they lie in the cache.
+    """Tokens of all documents of a split, one after the other, as stored in the cache.
 
     Each document is a beginning-of-sentence token, its text's tokens and an end-of-sentence token. The file is opened
     at the first use, in each process for itself, so that the store can be sent to data workers.
@@ -149,7 +149,7 @@ def _tokenize(
 
 
 class _Encoder:
-    """A tokenizer for the documents of a split, which counts the bytes of text that it loses.
+    """Tokenizer of a split's documents that counts the bytes of text it loses.
 
     Args:
         tokenizer: The tokenizer.

@@ -23,11 +23,10 @@ RULES: dict[Rule, Callable[[list[dict[str, Any]]], Optimizer]] = {
 
 
 class GroupedOptimizer(Optimizer):
-    """Hands each group to the optimizer of its rule.
+    """Optimizer that applies to each group the optimizer of its rule.
 
-    To whoever steps, schedules, saves and counts it is one optimizer. Those behind it work on its group dictionaries
-    and its state, so that nothing exists twice; what a rule needs beyond what a group says is filled in from the rule's
-    defaults.
+    Callers see one optimizer. Those behind it share its group dictionaries and its state, so that nothing exists twice;
+    settings of a rule that a group lacks are filled in from the rule's defaults.
 
     Args:
         groups: Parameter groups, which may be empty, each with `name`, `rule` ("adamw" for ``torch.optim.AdamW``,
@@ -39,7 +38,7 @@ class GroupedOptimizer(Optimizer):
         self._bind()
 
     def _bind(self) -> None:
-        """Make the optimizers behind anew, since loading and unpickling replace the groups and the state."""
+        """Rebuild the optimizers behind, since loading and unpickling replace the groups and the state."""
         self._behind = []
         for rule, build in RULES.items():
             members = [group for group in self.param_groups if group["rule"] == rule and group["params"]]

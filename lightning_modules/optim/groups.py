@@ -1,4 +1,4 @@
-"""Which parameter learns by which rule, at which rate."""
+"""Parameter groups: rule and learning rate of each parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TableRule = Literal["rows", "dense"]
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW; for Engram tables, row by row; for hidden matrices, on request, Muon.
+    """Settings of AdamW, of Adam by rows for Engram tables, and of optional Muon for hidden matrices.
 
     Args:
         lr: Peak learning rate.
@@ -28,7 +28,7 @@ class OptimizerConfig:
         eps: Added to the root of the squared average.
         matrices: "adamw", or "muon" for the two-dimensional matrices inside the blocks, with updates scaled to the size
             of AdamW's (see `parameter_groups`).
-        tables: "rows" updates the rows of an Engram table that a step has read, and leaves the others alone (see
+        tables: "rows" updates the rows of an Engram table that a step has read, and no others (see
             `row_adam.py`), in time that does not grow with the table. "dense" is AdamW over the whole table.
         table_lr_multiplier: Peak learning rate of Engram tables as a multiple of `lr` (5 in arXiv:2601.07372).
         muon_momentum: Decay of Muon's average of the gradient.
@@ -69,7 +69,7 @@ MUON_PARTS = ("attention", "indexer", "shared experts", "Engram gates")
 
 
 def group_settings(config: OptimizerConfig) -> dict[str, dict[str, Any]]:
-    """What the configuration sets for each group, by the group's name, in the order of the groups.
+    """Settings of each group, by the group's name, in the order of the groups.
 
     Anything else in a group is state, a constant of its rule, or the rule itself, which a resumed run has to share.
     """
@@ -85,7 +85,7 @@ def group_settings(config: OptimizerConfig) -> dict[str, dict[str, Any]]:
 
 
 def group_of(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> str:
-    """The group of `group_settings` that a parameter belongs to, by its full name."""
+    """Group of `group_settings` that a parameter belongs to, by its full name."""
     if name.endswith(TABLE_SUFFIX):
         return "tables"
     if parameter.dim() < 2 or name.endswith(UNDECAYED_SUFFIXES):
@@ -100,7 +100,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Split trainable parameters into groups. All four exist, in this order, with or without members:
 
-    - "decay", AdamW: the head, router, mixing matrices of mHC, stacks of experts, and what "muon" does not take;
+    - "decay", AdamW: the head, router, mixing matrices of mHC, stacks of experts, and matrices not in "muon";
     - "muon", with ``matrices: muon``: two-dimensional matrices of attention, compressors, indexers, shared experts and
       Engram projections. Stacks of experts [E, M, H] stay with AdamW: torch's Muon takes two dimensions only;
     - "no_decay", AdamW: vectors, the token embedding, norm weights of the Engram;
@@ -124,7 +124,7 @@ def parameter_groups(
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> GroupedOptimizer:
-    """The optimizer of `parameter_groups`. Engram tables of `module` will make the gradients that their rule takes.
+    """Optimizer over `parameter_groups`. Engram tables of `module` are set to produce the gradients of their rule.
 
     Raises:
         RuntimeError: A table has a gradient of the other kind.

@@ -3,7 +3,7 @@
 Muon (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982) replaces the averaged gradient of a matrix by the
 nearest orthogonal one, about, which needs the whole matrix. Given DTensors, torch's class exchanges them in every
 product of its iteration, rounds otherwise than on one process (by 0.5 to 3%), and fails where a rank has no rows. Here
-the average stays sharded, and what the iteration starts from is gathered once: every rank lets torch compute the same
+the average stays sharded, and the start of the iteration is gathered once: every rank lets torch compute the same
 update as one process alone, and takes its rows of it.
 
 torch iterates in bf16, which CPUs without bf16 instructions multiply about 20 times slower than fp32.
@@ -63,7 +63,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def step_from_zero(averaged: Tensor, group: dict[str, Any]) -> Tensor:
-    """What ``torch.optim.Muon``, set like `group`, adds to a matrix whose averaged gradient is this [A, B]."""
+    """Update that ``torch.optim.Muon`` with the settings of `group` makes from an averaged gradient [A, B]."""
     blank = nn.Parameter(torch.zeros_like(averaged))
     blank.grad = averaged
     constants = {key: group[key] for key in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}

@@ -1,4 +1,4 @@
-"""Adam for tables of which a step reads a few rows: only these are touched.
+"""Adam for tables, applied to the rows that a step has read.
 
     hits_r  = number of steps so far that row r was in
     m_r     = beta1 m_r + (1 - beta1) g_r               v_r = beta2 v_r + (1 - beta2) g_r^2
@@ -27,7 +27,7 @@ from lightning_modules.optim.state import sharded_rows
 
 
 def rows_hit(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of a row-sparse gradient [N, D] in which it is not zero: their numbers int64 [R], gradients [R, D]."""
+    """Rows of a row-sparse gradient [N, D] that are not zero: their numbers int64 [R], gradients [R, D]."""
     gradient = gradient.coalesce()  # free where `local_gradients` has done so
     values = gradient.values()
     hit = values.any(1)

@@ -35,13 +35,13 @@ def parameters_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.
 
 
 def named_state(module: nn.Module, optimizer: Optimizer) -> State:
-    """`optimizer.state_dict()` with full names of `module`'s parameters for their numbers. Tensors are not copied."""
+    """State of the optimizer with full names of `module`'s parameters for their numbers. Tensors are not copied."""
     state = optimizer.state_dict()
     return _relabelled(state, dict(zip(_order(state), parameters_by_name(module, optimizer), strict=True)))
 
 
 def numbered_state(named: State) -> State:
-    """The opposite of `named_state`: what `optimizer.load_state_dict` takes."""
+    """Inverse of `named_state`: argument of `optimizer.load_state_dict`."""
     return _relabelled(named, {name: number for number, name in enumerate(_order(named))})
 
 
@@ -86,14 +86,14 @@ def require_same_groups(module: nn.Module, optimizer: Optimizer, named: State) -
 
 
 def has_rows_of(shape: torch.Size, parameter: Tensor) -> bool:
-    """Whether state of this shape goes with the rows of a parameter: it is as large, or has one number per row."""
+    """Whether state of this shape follows the rows of a parameter: equally large, or one number per row."""
     if len(shape) != parameter.dim() or len(shape) == 0 or shape[0] != parameter.shape[0]:
         return False
     return shape == parameter.shape or all(size == 1 for size in shape[1:])
 
 
 def sharded_rows(local: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's rows `local` [n, ...] of a tensor [N, ...] that is sharded like the parameter, as a DTensor.
+    """DTensor [N, ...], sharded like the parameter, from this rank's rows `local` [n, ...].
 
     Beside a plain parameter it is `local` itself.
     """

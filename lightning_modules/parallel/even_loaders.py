@@ -1,4 +1,4 @@
-"""The same number of batches on every rank, agreed on before an epoch or, where nothing says it before, batch by batch.
+"""Equal numbers of batches on all ranks, compared before an epoch or, for loaders of unknown length, at each batch.
 
 Ranks run every forward and backward together: one with a batch more would wait for the others until a collective times
 out. The data module of this project gives all ranks the same number; these are checks of other people's loaders.
@@ -43,7 +43,7 @@ def batches_wanted(loader: object, limit: int | float) -> int | None:
 
 
 class EvenLoader:
-    """A loader whose ranks compare, at every batch, whether all of them have one.
+    """Loader that checks at every batch that all ranks have one.
 
     Everything but the iteration is that of the loader inside.
 
@@ -83,7 +83,7 @@ class EvenLoader:
 
 
 class StatefulEvenLoader(EvenLoader):
-    """One that can be resumed: Lightning looks for these methods in the class."""
+    """Resumable `EvenLoader`: Lightning looks for these methods in the class."""
 
     def state_dict(self) -> Any:
         """State of the loader inside."""
@@ -95,7 +95,7 @@ class StatefulEvenLoader(EvenLoader):
 
 
 def even_loader(loader: Any, limit: int | float, name: str, device: torch.device) -> Any:
-    """A loader that gives all ranks as many batches, or an error on all. Called by all ranks.
+    """Loader that gives all ranks as many batches, or raises on all. Called by all ranks.
 
     Args:
         loader: Any iterable of batches.

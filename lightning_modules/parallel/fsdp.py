@@ -1,4 +1,4 @@
-"""How a model is spread over ranks, in one written order. No Lightning in here.
+"""Sharding of a model over ranks, in a fixed order; independent of Lightning.
 
 1. Owners: every Engram table becomes a DTensor over the mesh; each rank keeps its rows (`EngramTable.shard`).
 2. Activation checkpointing: blocks are recomputed in backward.
@@ -41,13 +41,13 @@ from lightning_modules.text import first_few
 MixedPrecision = Literal["bf16", "none"]
 
 
-# What has been sharded, and how: it cannot be done twice, and not be changed.
+# Options of modules already sharded: sharding cannot be repeated or changed.
 _SHARDED: WeakKeyDictionary[nn.Module, ParallelOptions] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """What can be chosen about sharding.
+    """Options of sharding.
 
     Args:
         mixed_precision: "bf16" gathers parameters and computes in bf16, with gradients reduced in fp32; what has to
@@ -97,7 +97,7 @@ def parallelize(parent: nn.Module, mesh: DeviceMesh, options: ParallelOptions, d
         if (earlier := _SHARDED.get(child, options)) != options:
             raise ValueError(f"{name}: has been sharded with {earlier}, which cannot be changed to {options}")
         _require_drawable(name, child)
-    # What is refused is refused before anything is changed, so that it can be mended and tried again.
+    # Refused before anything is changed, so that the caller can correct it and retry.
     _refuse(name for name, parameter in parent.named_parameters(recurse=False) if parameter.requires_grad)
     fresh = [child for child in children.values() if child not in _SHARDED]
     for child in fresh:
@@ -158,7 +158,7 @@ def _shard_model(model: DeepseekV41ForCausalLM, mesh: DeviceMesh, options: Paral
 
 
 def fp32_parts(block: nn.Module) -> Iterable[nn.Module]:
-    """The modules of a block that compute with fp32 parameters whatever the rest does."""
+    """Modules of a block that compute with fp32 parameters in every precision."""
     assert isinstance(block, DeepseekV41Block)
     for module in block.modules():
         if isinstance(module, HyperConnection):

@@ -14,7 +14,7 @@ from lightning_modules.text import first_few
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient became infinite or NaN."""
+    """Infinite or NaN loss or gradient."""
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -81,7 +81,7 @@ def require_wide_parameters(model: DeepseekV41ForCausalLM) -> None:
     """Raise unless what has to stay fp32 (ARCHITECTURE 9) is stored in fp32, or in float64.
 
     These are mixing coefficients, sinks, pooling weights, the head, and the routers' biases. A cast of the whole model
-    (``model.bfloat16()``) narrows them without a word; training would go on with coefficients of three digits.
+    (``model.bfloat16()``) narrows them silently; training would continue with coefficients of three digits.
 
     Args:
         model: Whole or sharded; nothing is communicated, and every rank finds the same.

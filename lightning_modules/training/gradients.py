@@ -1,4 +1,4 @@
-"""The gradient of a step as plain tensors: what this process holds of it, whether dense, sharded or row-sparse.
+"""Gradient of a step as plain tensors: this process's part, whether dense, sharded or row-sparse.
 
 One process holds every gradient whole. On several ranks all trainable parameters are cut by rows, and each row has one
 owner (see `dsv41/ranks.py`), so a sum over ranks counts every element once: norms need one such sum and do not
@@ -19,12 +19,12 @@ from dsv41.ranks import local_rows
 Gradients = dict[str, Tensor]
 
 PARTS = (*WATCHED_PARTS.values(), "rest")
-# Learns from a loss of its own, so its gradient must not decide how far the language model moves, nor be decided by it.
+# Learns from a separate loss, so that its gradient and the language model's must not scale each other.
 OWN_LOSS = ("indexer",)
 
 
 def local_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """What this process holds of each gradient, as plain tensors that share its memory.
+    """Local part of each gradient, as plain tensors that share its memory.
 
     Entries of a row-sparse gradient that belong to the same row are added up here, once, and the parameter keeps the
     result, so that an optimizer need not do it again.

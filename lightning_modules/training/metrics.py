@@ -27,7 +27,7 @@ class LanguageModelMetric(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, nats: Tensor, tokens: Tensor, byte_count: Tensor) -> None:
-        """Add a batch.
+        """Add the sums of a batch.
 
         Args:
             nats: Summed cross-entropy, scalar.

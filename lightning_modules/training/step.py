@@ -1,4 +1,4 @@
-"""What an optimizer step adds up over its micro-batches, and how the sums become numbers of all ranks."""
+"""Totals of an optimizer step over its micro-batches, and their sums over ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepTotals:
 
     @classmethod
     def of(cls, nats: Tensor, tokens: Tensor, live: Tensor, report: TrainingReport, reference: Tensor) -> StepTotals:
-        """The totals of one micro-batch."""
+        """Totals of one micro-batch."""
         nothing = torch.zeros_like(nats, requires_grad=False)
         indexer, balance = (
             nothing if loss is None else loss.detach() for loss in (report.indexer_loss, report.balance_loss)
@@ -44,12 +44,12 @@ class StepTotals:
         return cls(nats.detach(), tokens, live, indexer, balance, report.expert_load, reference)
 
     def __add__(self, other: StepTotals) -> StepTotals:
-        """The totals of both; the first one's reference stays."""
+        """Sum of both totals; the first one's reference stays."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*_SUMMED, "load")}
         return replace(self, **sums)
 
     def over_ranks(self, summed: Callable[[Tensor], Tensor]) -> StepTotals:
-        """The totals of all ranks, in float64, with two sums over ranks.
+        """Totals of all ranks, in float64, with two sums over ranks.
 
         Args:
             summed: Adds a tensor up over ranks; may overwrite it.

@@ -1,4 +1,4 @@
-"""A folder of weights as the start of a run: ``dsv41 import``.
+"""Import of a folder of weights as the start of a run: ``dsv41 import``.
 
 The headers are compared with a model on the meta device, which takes no memory, so a folder of any size is judged in
 seconds; no weight is read. The configuration that comes out has the folder's architecture in full, and modest settings
@@ -27,7 +27,7 @@ _LONGEST = 1024
 
 
 def finetune_config(folder: Path, config: DeepseekV41Config, tokenizer: str) -> dict[str, Any]:
-    """A configuration of ``dsv41 fit`` as plain values."""
+    """Configuration of ``dsv41 fit`` as plain values."""
     text = config.text_config
     return {
         "seed_everything": 0,

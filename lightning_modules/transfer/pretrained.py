@@ -1,4 +1,4 @@
-"""Starting from the weights of a folder: ``model.pretrained``.
+"""Pretrained weights of a folder as the start of a run: ``model.pretrained``.
 
 The folder's ``config.json`` and tokenizer are the defaults of the run, so sizes are not typed again. The weights are
 read once the model exists, whole or sharded, and only where no checkpoint is restored afterwards.
@@ -21,7 +21,7 @@ from lightning_modules.text import first_few
 
 
 def require_folder(folder: str) -> Path:
-    """The folder as a path, or FileNotFoundError if it lacks a configuration."""
+    """Path of the folder, or FileNotFoundError if it lacks a configuration."""
     path = Path(folder).expanduser()
     if not (path / CONFIG_NAME).is_file():
         raise FileNotFoundError(f"model.pretrained: {folder} is no folder with a {CONFIG_NAME}")
@@ -29,14 +29,14 @@ def require_folder(folder: str) -> Path:
 
 
 def typed_fields(config: DeepseekV41TextConfig) -> dict[str, Any]:
-    """The fields of a configuration as they are typed, YaRN under the name whose default they replace."""
+    """Fields of a configuration as typed, YaRN under the name whose default they replace."""
     fields = config.fields()
     fields["rope_scaling"] = {key: value for key, value in fields.pop("rope_parameters").items() if key != "rope_theta"}
     return fields
 
 
 def default_options(folder: str) -> list[str]:
-    """Command-line options that a folder stands for: its architecture, and its tokenizer if it has one."""
+    """Command-line options implied by a folder: its architecture, and its tokenizer if it has one."""
     path = require_folder(folder)
     fields = typed_fields(DeepseekV41Config.from_pretrained(path).text_config)
     options = ["--model.config", json.dumps(fields)]

@@ -293,7 +293,7 @@ def test_ctrl_c_ends_children_after_their_step(study: Plan, monkeypatch: pytest.
         assert run_plan(study, 1, False, stream) == 130
     finally:
         signal.signal(signal.SIGTERM, handler)
-    assert "the same command goes on from here" in stream.getvalue()
+    assert "the same command resumes from here" in stream.getvalue()
     assert (run.folder / "log.txt").read_text().endswith("finished the step\n")
 
 

@@ -1,7 +1,7 @@
 """Loss and gradient norm of 30 steps of three presets, against curves that were recorded once.
 
-Everything between a text file and an optimizer step takes part: tokenizer, rows, order, model, loss, clipping, schedule.
-In float64 and without quantisers, so that no rounding flips a selection. On a change that is meant, record the curves
+Everything between text and optimizer step takes part: tokenizer, rows, order, model, loss, clipping, schedule. In
+float64 and without quantisers, so that no rounding flips a selection. On a change that is meant, record the curves
 anew and say why:
 
     python -m pytest tests/lightning_modules/test_golden_curves.py --record-curves
@@ -35,9 +35,9 @@ PRESETS = {
         *("--model.config.engram_layer_ids", "[]", "--model.optimizer.tables", "dense"),
     ],
 }
-# Relative bounds of loss and gradient norm, of the first five steps and of all. AdamW multiplies rounding, and an Engram
-# gate is a step at zero, where memories begin: between ATen's default and AVX-512 code the losses of "release" differ by
-# 4e-4 in the end, those of "plain" by 1e-7.
+# Relative bounds of loss and gradient norm, of the first five steps and of all. AdamW multiplies rounding, and an
+# Engram gate is a step at zero, where memories begin: between ATen's default and AVX-512 code the losses of "release"
+# differ by 4e-4 in the end, those of "plain" by 1e-7.
 BOUNDS = {
     "release": {"train/loss": (2e-5, 2e-3), "train/grad_norm": (1e-3, 5e-2)},
     "learned": {"train/loss": (2e-5, 2e-3), "train/grad_norm": (1e-3, 5e-2)},
