@@ -22,6 +22,7 @@ from dsv41.initialization import initialize_parameters
 from dsv41.model_card import model_card
 from dsv41.model_folder import read_tokenizer
 from lightning_modules import checkpoint_rule, sharded_checkpoint
+from lightning_modules.checkpoint_schema import require_weights
 from lightning_modules.run_numbers import run_numbers
 from lightning_modules.safe_load import read_plain, require_sound
 
@@ -76,9 +77,10 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     else:
         require_sound(path)
         meta = read_plain(path, mmap=True)
-        state = meta.pop("state_dict", {})
+        state = meta.pop("state_dict", None)
     if not isinstance(meta.get(checkpoint_rule.KEY), dict):
         raise ValueError(f"ckpt_path: {path} is no checkpoint of a DeepSeek-V4.1 task")
+    require_weights(sharded_checkpoint.plain_file(path), meta | {"state_dict": state}, checkpoint_rule.KEY, True)
     own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
     return OpenCheckpoint(path, meta, own)
 

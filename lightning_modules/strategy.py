@@ -39,6 +39,7 @@ from dsv41.agreement import together
 from dsv41.files import begin_folder, discard, publish_folder, write_failures_explained
 from dsv41.sharding import copy_rows_
 from lightning_modules import sharded_checkpoint
+from lightning_modules.checkpoint_schema import require_moments, require_version
 from lightning_modules.even_loaders import even_loader
 from lightning_modules.optimizer_state import (
     named_state,
@@ -340,9 +341,14 @@ class EngramFSDPStrategy(ModelParallelStrategy):
                 require_sound(path)
 
         self._together(check)
-        checkpoint = self._together(
-            lambda: sharded_checkpoint.read_meta(path) if path.is_dir() else read_plain(path, mmap=True)
-        )
+
+        def read() -> dict[str, Any]:
+            found = sharded_checkpoint.read_meta(path) if path.is_dir() else read_plain(path, mmap=True)
+            if self.lightning_module is not None:  # Lightning will look which version has written it
+                require_version(sharded_checkpoint.plain_file(path), found)
+            return found
+
+        checkpoint = self._together(read)
         assert checkpoint is not None
         return checkpoint
 
@@ -383,6 +389,7 @@ class EngramFSDPStrategy(ModelParallelStrategy):
                 require_same_groups(self.lightning_module, optimizer, stored)
                 parameters = parameters_by_name(self.lightning_module, optimizer)
                 named = sharded_checkpoint.read_optimizer(self._restored_from, index, parameters, stored)
+                require_moments(self._restored_from, [named], checkpoint["global_step"])
                 optimizer.load_state_dict(numbered_state(named))
             else:
                 optimizer.load_state_dict(sharded_state(optimizer, stored))

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +27,8 @@ from dsv41.indexer_learning import LearnedIndexer, learns_selection
 from dsv41.inspect import watched_part
 from dsv41.model import TrainingReport
 from lightning_modules import checkpoint_rule
+from lightning_modules.checkpoint_io import AtomicCheckpointIO
+from lightning_modules.checkpoint_schema import TRAINING_KEYS, require_training, require_weights
 from lightning_modules.data.token_bytes import token_byte_lengths
 from lightning_modules.finite import require_finite_gradients, require_finite_loss
 from lightning_modules.gradients import clip_by_norm_, clip_values_, gradient_norms, local_gradients, scale_
@@ -34,6 +38,7 @@ from lightning_modules.optimizer_state import parameters_by_name
 from lightning_modules.precision_check import require_wide_parameters
 from lightning_modules.pretrained import load_pretrained
 from lightning_modules.schedule import ScheduleConfig, build_schedule
+from lightning_modules.sharded_checkpoint import plain_file
 from lightning_modules.step import StepTotals
 from lightning_modules.strategy import EngramFSDPStrategy
 
@@ -154,6 +159,8 @@ class DeepseekV41Task(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Refuse what cannot work: precision, devices, rows longer than the model takes. Nothing is built yet."""
+        if isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            self.trainer.strategy.checkpoint_io.of_trainer = True
         if self.trainer.precision not in PRECISIONS:
             raise ValueError(
                 f"trainer.precision: must be one of {PRECISIONS}, got {self.trainer.precision!r}; the others would "
@@ -407,9 +414,32 @@ class DeepseekV41Task(L.LightningModule):
             "validated_at": self._validated_at,
         }
 
+    def _require_complete(self, checkpoint: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint lacks what the trainer is about to restore; leave out what it is not."""
+        trainer = self._trainer
+        if trainer is None or trainer.ckpt_path is None:  # Lightning's load_from_checkpoint
+            return
+        path = Path(trainer.ckpt_path)
+        file, sharded = plain_file(path), "state_dict" not in checkpoint and path.is_dir()
+        require_weights(file, checkpoint, checkpoint_rule.KEY, with_tensors=not sharded)
+        if trainer.state.fn != TrainerFn.FITTING:
+            for key in TRAINING_KEYS:
+                checkpoint.pop(key, None)
+            return
+        groups = None
+        if type(self).configure_optimizers is DeepseekV41Task.configure_optimizers:
+            optimizer = trainer.optimizers[0] if trainer.optimizers else build_optimizer(self, self.optimizer_config)
+            groups = optimizer.param_groups
+        data: Any = getattr(trainer, "datamodule", None)
+        name = None if data is None else type(data).__qualname__
+        require_training(file, checkpoint, trainer.fit_loop.state_dict(), groups, name, complete=not sharded)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another function; let the command line win elsewhere (see `checkpoint_rule`)."""
+        """Refuse an incomplete checkpoint and one of another function; let the command line win elsewhere (see
+        `checkpoint_schema` and `checkpoint_rule`).
+        """
         self.configure_model()
+        self._require_complete(checkpoint)
         checkpoint_rule.require_same_function(checkpoint, self._architecture())
         self.tokens_seen = checkpoint[checkpoint_rule.KEY]["tokens_seen"]
         stored = checkpoint.get("hyper_parameters", {})

@@ -19,7 +19,7 @@ def log_step_now(trainer: L.Trainer) -> None:
     connector: Any = trainer._logger_connector
     _forget(connector)
     connector.update_train_step_metrics()
-    if not (connector.should_update_logs or trainer.fast_dev_run):
+    if not (connector.should_update_logs or getattr(trainer, "fast_dev_run", False)):
         return
     step = trainer.fit_loop.epoch_loop._batches_that_stepped
     logged = set(connector.metrics["log"])
