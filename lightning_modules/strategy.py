@@ -39,6 +39,7 @@ from dsv41.files import begin_folder, discard, publish_folder, write_failures_ex
 from dsv41.ranks import copy_rows_, together
 from lightning_modules.checkpoint import sharded as sharded_checkpoint
 from lightning_modules.checkpoint.safe_load import read_plain, require_sound
+from lightning_modules.checkpoint.schema import require_moments, require_version
 from lightning_modules.optim.state import (
     named_state,
     numbered_state,
@@ -339,9 +340,14 @@ class EngramFSDPStrategy(ModelParallelStrategy):
                 require_sound(path)
 
         self._together(check)
-        checkpoint = self._together(
-            lambda: sharded_checkpoint.read_meta(path) if path.is_dir() else read_plain(path, mmap=True)
-        )
+
+        def read() -> dict[str, Any]:
+            found = sharded_checkpoint.read_meta(path) if path.is_dir() else read_plain(path, mmap=True)
+            if self.lightning_module is not None:  # Lightning will look which version has written it
+                require_version(sharded_checkpoint.plain_file(path), found)
+            return found
+
+        checkpoint = self._together(read)
         assert checkpoint is not None
         return checkpoint
 
@@ -382,6 +388,7 @@ class EngramFSDPStrategy(ModelParallelStrategy):
                 require_same_groups(self.lightning_module, optimizer, stored)
                 parameters = parameters_by_name(self.lightning_module, optimizer)
                 named = sharded_checkpoint.read_optimizer(self._restored_from, index, parameters, stored)
+                require_moments(self._restored_from, [named], checkpoint["global_step"])
                 optimizer.load_state_dict(numbered_state(named))
             else:
                 optimizer.load_state_dict(sharded_state(optimizer, stored))

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -27,6 +29,9 @@ from dsv41.moe import imbalance, move_biases_
 from dsv41.ops.cross_entropy import next_tokens
 from dsv41.schedule import layer_plans
 from lightning_modules.checkpoint import rule as checkpoint_rule
+from lightning_modules.checkpoint.schema import TRAINING_KEYS, require_training, require_weights
+from lightning_modules.checkpoint.sharded import plain_file
+from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
 from lightning_modules.data import TextDataModule
 from lightning_modules.data.tokenization import token_byte_lengths
 from lightning_modules.optim.groups import OptimizerConfig, build_optimizer, group_settings
@@ -161,6 +166,8 @@ class DeepseekV41Task(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Refuse what cannot work: precision, devices, rows longer than the model takes. Nothing is built yet."""
+        if isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            self.trainer.strategy.checkpoint_io.of_trainer = True
         if self.trainer.precision not in PRECISIONS:
             raise ValueError(
                 f"trainer.precision: must be one of {PRECISIONS}, got {self.trainer.precision!r}; the others would "
@@ -421,9 +428,32 @@ class DeepseekV41Task(L.LightningModule):
             "validated_at": self._validated_at,
         }
 
+    def _require_complete(self, checkpoint: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint lacks what the trainer is about to restore; leave out what it is not."""
+        trainer = self._trainer
+        if trainer is None or trainer.ckpt_path is None:  # Lightning's load_from_checkpoint
+            return
+        path = Path(trainer.ckpt_path)
+        file, sharded = plain_file(path), "state_dict" not in checkpoint and path.is_dir()
+        require_weights(file, checkpoint, checkpoint_rule.KEY, with_tensors=not sharded)
+        if trainer.state.fn != TrainerFn.FITTING:
+            for key in TRAINING_KEYS:
+                checkpoint.pop(key, None)
+            return
+        groups = None
+        if type(self).configure_optimizers is DeepseekV41Task.configure_optimizers:
+            optimizer = trainer.optimizers[0] if trainer.optimizers else build_optimizer(self, self.optimizer_config)
+            groups = optimizer.param_groups
+        data: Any = getattr(trainer, "datamodule", None)
+        name = None if data is None else type(data).__qualname__
+        require_training(file, checkpoint, trainer.fit_loop.state_dict(), groups, name, complete=not sharded)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another function; let the command line win elsewhere (see `checkpoint_rule`)."""
+        """Refuse an incomplete checkpoint and one of another function; let the command line win elsewhere (see
+        `checkpoint_schema` and `checkpoint_rule`).
+        """
         self.configure_model()
+        self._require_complete(checkpoint)
         checkpoint_rule.require_same_function(checkpoint, self._architecture())
         self.tokens_seen = checkpoint[checkpoint_rule.KEY]["tokens_seen"]
         stored = checkpoint.get("hyper_parameters", {})

@@ -40,10 +40,16 @@ from dsv41.files import (
 )
 from dsv41.ranks import local_rows
 from lightning_modules.checkpoint.safe_load import METADATA, choices_named, read_metadata, read_plain, refusal
+from lightning_modules.checkpoint.schema import require_optimizers
 from lightning_modules.optim.state import has_rows_of, numbered_state, sharded_rows
 from lightning_modules.text import first_few
 
 META = "meta.pt"
+
+
+def plain_file(path: Path) -> Path:
+    """The file with the plain values of a checkpoint: its own, or of a folder the one in it."""
+    return path / META if path.is_dir() else path
 
 
 class IncompleteCheckpointError(ValueError):
@@ -316,7 +322,9 @@ def read_whole(folder: Path, optimizers: bool = True) -> dict[str, Any]:
     """
     require_intact_share(folder)
     checkpoint = read_meta(folder)
-    plain_optimizers = checkpoint.pop("optimizer_states", [])
+    plain_optimizers = checkpoint.pop("optimizer_states", None)
+    if plain_optimizers is not None and optimizers:
+        require_optimizers(folder / META, plain_optimizers)
     tensors: dict[str, Any] = {}
     for path, entry in _stored(folder).items():
         if not optimizers and path[0] != "state_dict":
@@ -327,7 +335,7 @@ def read_whole(folder: Path, optimizers: bool = True) -> dict[str, Any]:
         place[path[-1]] = torch.empty(entry.size, dtype=entry.properties.dtype)
     _read_tensors(folder, tensors, no_dist=True)
     checkpoint["state_dict"] = tensors["state_dict"]
-    if plain_optimizers and optimizers:
+    if plain_optimizers is not None and optimizers:
         stored = [tensors.get(f"optimizer_{index}", {"state": {}})["state"] for index in range(len(plain_optimizers))]
         checkpoint["optimizer_states"] = [
             numbered_state(_rejoined(plain, state)) for plain, state in zip(plain_optimizers, stored, strict=True)

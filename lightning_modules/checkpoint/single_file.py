@@ -10,7 +10,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from dsv41.files import remove_whole, write_failures_explained, written_whole
 from lightning_modules.checkpoint.safe_load import read_plain, require_sound
-from lightning_modules.checkpoint.sharded import read_whole, size_of
+from lightning_modules.checkpoint.schema import require_version
+from lightning_modules.checkpoint.sharded import plain_file, read_whole, size_of
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -23,11 +24,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Args:
         optimizers: False leaves the optimizers' states on the disk, where a run only evaluates.
+
+    Attributes:
+        of_trainer: Whether what is read goes to a Trainer, which needs to know the version of its writer.
     """
 
     def __init__(self, optimizers: bool = True) -> None:
         super().__init__()
         self.optimizers = optimizers
+        self.of_trainer = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write `checkpoint` to `path`.
@@ -62,6 +67,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ValueError: It is not complete, or holds anything else.
         """
         path = Path(path)
+        checkpoint = self._read(path, map_location)
+        if self.of_trainer:
+            require_version(plain_file(path), checkpoint)
+        return checkpoint
+
+    def _read(self, path: Path, map_location: Any) -> dict[str, Any]:
         if path.is_dir():
             return read_whole(path, self.optimizers)
         require_sound(path)

@@ -25,6 +25,7 @@ from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.checkpoint import sharded as sharded_checkpoint
 from lightning_modules.checkpoint.find import missing, run_of
 from lightning_modules.checkpoint.safe_load import read_plain, require_sound
+from lightning_modules.checkpoint.schema import require_weights
 from lightning_modules.transfer.run_record import run_numbers
 
 Format = Literal["released", "hf"]
@@ -78,9 +79,10 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     else:
         require_sound(path)
         meta = read_plain(path, mmap=True)
-        state = meta.pop("state_dict", {})
+        state = meta.pop("state_dict", None)
     if not isinstance(meta.get(checkpoint_rule.KEY), dict):
         raise ValueError(f"ckpt_path: {path} is no checkpoint of a DeepSeek-V4.1 task")
+    require_weights(sharded_checkpoint.plain_file(path), meta | {"state_dict": state}, checkpoint_rule.KEY, True)
     own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items() if name.startswith(_PREFIX)}
     return OpenCheckpoint(path, meta, own)
 
