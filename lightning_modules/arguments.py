@@ -16,7 +16,8 @@ from lightning_modules.paths import expanded
 from lightning_modules.transfer.pretrained import default_options
 
 READING = ("validate", "test", "predict")  # subcommands that only read a checkpoint
-_VARIABLES = ("DSV41_CACHE", "DSV41_TRACEBACK")
+# Options without a dot, as jsonargparse would spell them in the environment; the others have "__" for each dot.
+_PLAIN_OPTIONS = ("CKPT_PATH", "CONFIG", "SEED_EVERYTHING", "SUBCOMMAND", "VERBOSE", "WEIGHTS_ONLY")
 
 
 def values_of(args: list[str], *options: str) -> list[str]:
@@ -32,19 +33,19 @@ def values_of(args: list[str], *options: str) -> list[str]:
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse environment variables that look like options: options come from files and the command line alone.
+    """Refuse environment variables in the form of options: options come from files and the command line alone.
 
     Raises:
         ValueError: Names the variable and the option that it could have been meant for.
     """
     for name in environment:
-        if name.startswith("DSV41_") and name not in _VARIABLES:
-            option = name.removeprefix("DSV41_").lower().replace("__", ".")
+        words = name.removeprefix("DSV41_")
+        if words != name and ("__" in words or words in _PLAIN_OPTIONS):
+            option = words.lower().replace("__", ".")
             for subcommand in ("fit", *READING):
                 option = option.removeprefix(f"{subcommand}.")
             raise ValueError(
-                f"{name}: options are not read from the environment, only {' and '.join(_VARIABLES)} are; unset it, "
-                f"and give --{option} if that was meant"
+                f"{name}: options are not read from the environment; unset it, and give --{option} if that was meant"
             )
 
 

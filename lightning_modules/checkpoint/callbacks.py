@@ -82,10 +82,7 @@ class LatestCheckpoint(ModelCheckpoint):
             self._save_once(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save a run whose end was not to be seen at its last batch (it was stopped by a validation, say).
-
-        The curves of a run resumed from here are one step off: Lightning has already counted the step as logged.
-        """
+        """Save a run whose end was not to be seen at its last batch (it was stopped by a validation, say)."""
         if not inside_accumulation(trainer):
             self._save_once(trainer)
 

@@ -69,13 +69,26 @@ def runs_in(runs: Path) -> list[Path]:
     """Directories of runs in `runs`, the newest first.
 
     Those named ``version_N`` by their number. Only where there are none, those with checkpoints by the time of the
-    newest one: loggers such as W&B and MLflow name runs by random ids.
+    newest one.
     """
     numbered = [(number, path) for path in runs.glob("*") if (number := run_number(path)) is not None]
     if numbered:
         return [run for _, run in sorted(numbered, reverse=True)]
-    folders = sorted(runs.glob(f"*/{CHECKPOINTS}"), key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
-    return [folder.parent for folder in folders]
+    return _newest_first(runs.glob(f"*/{CHECKPOINTS}"))
+
+
+def runs_of_services(save_dir: Path) -> list[Path]:
+    """Directories SAVE_DIR/EXPERIMENT/ID with a configuration and checkpoints, the newest checkpoint's first.
+
+    W&B, MLflow and others name runs by random ids.
+    """
+    folders = _newest_first(save_dir.glob(f"*/*/{CHECKPOINTS}"))
+    return [run for run in folders if (run / CONFIG).is_file()]
+
+
+def _newest_first(folders: Iterable[Path]) -> list[Path]:
+    """Runs of folders ``checkpoints``, by their last change."""
+    return [one.parent for one in sorted(folders, key=lambda folder: folder.stat().st_mtime_ns, reverse=True)]
 
 
 def search(runs: Iterable[Path], name: str) -> Search:

@@ -13,8 +13,10 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -29,6 +31,7 @@ from lightning_modules.checkpoint.find import (
     run_number,
     run_of,
     runs_in,
+    runs_of_services,
     search,
     step_of,
     steps_in,
@@ -36,6 +39,8 @@ from lightning_modules.checkpoint.find import (
 
 # Options by which loggers take the name of an existing run.
 _VERSION_OPTIONS = ("version", "run_id", "id", "experiment_key")
+# Options of services' loggers that say which experiment a run belongs to.
+_EXPERIMENT_OPTIONS = ("project", "experiment_name", "entity", "workspace", "save_dir", "dir", "tracking_uri")
 
 
 def _runs_of(logger: Logger, root: str | Path) -> Path:
@@ -63,15 +68,13 @@ class Place:
         runs: Directory that holds them.
         run: The one that is meant: that of a typed version, or without a logger the only one; else None.
         option: Option that says so.
+        candidates: Runs to search, the newest first.
     """
 
     runs: Path
     run: Path | None
     option: str
-
-    def candidates(self) -> list[Path]:
-        """Runs to search, the newest first."""
-        return runs_in(self.runs) if self.run is None else [self.run]
+    candidates: tuple[Path, ...]
 
 
 def _class_of(spec: Namespace) -> type[Logger]:
@@ -106,17 +109,41 @@ def _typed_version(spec: Namespace) -> str | None:
 
 
 def place_of(trainer: Namespace) -> Place:
-    """Place of the runs that parsed options ``trainer.*`` describe. Makes no directory; a logger of a service may ask
-    its server for the experiment's name.
-    """
-    root = trainer.get("default_root_dir") or os.getcwd()
+    """Place of the runs that parsed options ``trainer.*`` describe. Makes no directory, and begins no service's run."""
+    root = Path(trainer.get("default_root_dir") or os.getcwd())
     specs = _specs(trainer)
     if not specs:
-        return Place(Path(root), Path(root), "trainer.default_root_dir")
-    logger = _made(specs[0])
-    runs, typed = _runs_of(logger, root), _typed_version(specs[0])
-    run = None if typed is None else runs / run_name(logger.version)
-    return Place(runs, run, f"trainer.logger.init_args.{typed or 'version'}")
+        return Place(root, root, "trainer.default_root_dir", (root,))
+    logger, typed = _made(specs[0]), _typed_version(specs[0])
+    option = f"trainer.logger.init_args.{typed or 'version'}"
+    if isinstance(logger, TensorBoardLogger | CSVLogger):
+        runs = _runs_of(logger, root)
+        run = None if typed is None else runs / run_name(logger.version)
+        return Place(runs, run, option, tuple(runs_in(runs)) if run is None else (run,))
+    runs = Path(logger.save_dir or root)
+    found = [run for run in runs_of_services(runs) if _is_of_experiment(run, specs[0])]
+    if typed is None:
+        return Place(runs, None, option, tuple(found))
+    version = str(specs[0].init_args[typed])
+    run = next((run for run in found if run.name == version), runs / "*" / version)
+    return Place(runs, run, option, (run,))
+
+
+def _is_of_experiment(run: Path, spec: Namespace) -> bool:
+    """Whether a run's saved configuration has the logger `spec`, as far as the experiment goes.
+
+    Asking the logger itself for the experiment's name would begin a run of some services.
+    """
+    saved: Any = yaml.safe_load((run / CONFIG).read_text())
+    try:
+        logger = saved["trainer"]["logger"]
+        logger = logger[0] if isinstance(logger, list) else logger
+        there, here = logger.get("init_args") or {}, spec.get("init_args") or Namespace()
+        return logger["class_path"] == spec.class_path and all(
+            there.get(option) == here.get(option) for option in _EXPERIMENT_OPTIONS
+        )
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def resolve(trainer: Namespace, name: str, resume: bool) -> Path:
@@ -132,7 +159,7 @@ def resolve(trainer: Namespace, name: str, resume: bool) -> Path:
         ValueError: A logger cannot be directed to the run.
     """
     place = place_of(trainer)
-    found = search(place.candidates(), name)
+    found = search(place.candidates, name)
     if found.skipped:
         names = ", ".join(str(left.relative_to(place.runs)) for left in found.skipped)
         rank_zero_only(print)(
@@ -210,6 +237,9 @@ def check_new_run(trainer: Namespace) -> None:
     Raises:
         FileExistsError: The options name a run that is there; the message says how to resume it.
     """
+    specs = _specs(trainer)
+    if specs and _typed_version(specs[0]) is None:
+        return
     place = place_of(trainer)
     if place.run is not None and (found := _sign_of_run(place.run)):
         raise FileExistsError(
@@ -224,6 +254,9 @@ def check_resumed_run(trainer: Namespace, checkpoint: Path) -> None:
     Raises:
         ValueError: The version's run has newer steps, which its own next save would remove.
     """
+    specs = _specs(trainer)
+    if specs and _typed_version(specs[0]) is None:
+        return
     place = place_of(trainer)
     if place.run is None or not _sign_of_run(place.run):
         return

@@ -120,8 +120,8 @@ def test_variables_that_look_like_options_are_refused(
     assert error.endswith(f"and give {option} if that was meant")
 
 
-def test_the_projects_own_variables_are_read() -> None:
-    check_environment({"DSV41_CACHE": "x", "DSV41_TRACEBACK": "1", "HOME": "y"})
+def test_other_variables_are_left_alone() -> None:
+    check_environment({"DSV41_CACHE": "x", "DSV41_TRACEBACK": "1", "DSV41_HOME": "y", "TRAINER__MAX_STEPS": "3"})
 
 
 def test_values_are_found_in_both_spellings() -> None:

@@ -59,6 +59,7 @@ class Tracker(Service):
         super().__init__(save_dir=None, version=run_id, project=experiment_name)
 
     version = property(lambda self: self.experiment)
+    name = property(lambda self: self.experiment and self._project)
 
 
 class Nameless(Service):
@@ -182,10 +183,12 @@ def test_runs_of_services_are_found_by_time_and_continued_by_their_name(
     assert len(list((tmp_path / local).glob("*/config.yaml"))) == 2, "each run has a directory"
     main(["fit", *args, "--trainer.max_steps", "4", "--ckpt_path", "last"])
     assert services.Service.begun[-1] == second
+    assert len(services.Service.begun) == 3, "looking for the run began none"
     assert services.Service.points[-4:] == [(second, step) for step in range(4)]
     assert (run / "checkpoints" / "step-00000004.ckpt").is_file()
     begun = list(services.Service.begun)
     main(["validate", "--ckpt_path", str(run / "checkpoints" / "best.ckpt")])
+    main(["validate", *args, "--ckpt_path", "last"])
     assert services.Service.begun == begun, "validate begins no run"
 
 
@@ -197,6 +200,8 @@ def test_a_logger_that_takes_no_run_is_named(
     checkpoints = tmp_path / "project" / "a" / "checkpoints"
     checkpoints.mkdir(parents=True)
     (checkpoints / "step-00000004.ckpt").touch()
+    saved = {"trainer": {"logger": {"class_path": "service_loggers.Nameless", "init_args": init}}}
+    (tmp_path / "project" / "a" / "config.yaml").write_text(yaml.safe_dump(saved))
     assert "service_loggers.Nameless takes none of version" in error_of(["fit", *args, "--ckpt_path", "last"], capsys)
 
 
@@ -357,3 +362,24 @@ def test_paths_and_names(tmp_path: Path) -> None:
     assert place_of(Namespace(logger=[], default_root_dir=str(tmp_path))).run == tmp_path
     with pytest.raises(FileNotFoundError, match=r"^ckpt_path: no 'best' checkpoint in .*default_root_dir names"):
         resolve(Namespace(logger=False, default_root_dir=str(tmp_path)), "best", resume=False)
+
+
+def test_runs_of_another_experiment_of_a_service_are_not_taken(services: Any, tmp_path: Path) -> None:
+    def trainer(project: str, **more: str) -> Namespace:
+        init = Namespace(project=project, save_dir=str(tmp_path), **more)
+        return Namespace(logger=[Namespace(class_path="service_loggers.Service", init_args=init)])
+
+    for project, run in (("mine", "a"), ("mine", "b"), ("other", "c")):
+        folder = tmp_path / project / run
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "checkpoints" / "step-00000001.ckpt").touch()
+        spec = trainer(project).logger[0]
+        saved = {"trainer": {"logger": [{"class_path": spec.class_path, "init_args": spec.init_args.as_dict()}]}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(saved))
+    os.utime(tmp_path / "mine" / "a" / "checkpoints", ns=(10**9, 10**9))
+    assert resolve(trainer("mine"), "last", resume=False).parents[1] == tmp_path / "mine" / "b"
+    assert resolve(trainer("mine", version="a"), "last", resume=False).parents[1] == tmp_path / "mine" / "a"
+    for missing_run in (trainer("third"), trainer("mine", version="c")):
+        with pytest.raises(FileNotFoundError, match=r"^ckpt_path: no 'last' checkpoint "):
+            resolve(missing_run, "last", resume=False)
+    assert services.Service.begun == []
