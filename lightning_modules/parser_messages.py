@@ -14,7 +14,7 @@ _WHY = re.compile(r"\bImport(?:ing|\spath)\b.*?(?=\. Add the import path|$)", re
 _KINDS = re.compile(r"^  Subtypes: \[(.*)\]$", re.MULTILINE)
 _EXPECTED = re.compile(r"Expected an? (.*)\. Got value: (.*)")
 _GIVEN = re.compile(r"^  Given value: (.*)\Z", re.MULTILINE | re.DOTALL)
-_CLASS = re.compile(r"\blightning(?:\.\w+)+")
+_CLASS = re.compile(r"\b(?:lightning|torch)(?:\.\w+)+")
 _TRIED = re.compile(r"^    - (.+)$", re.MULTILINE)
 _GENERAL = (
     "Expected a",
@@ -27,7 +27,7 @@ _GENERAL = (
     "Problem with",
 )
 _UNKNOWN = re.compile(
-    r"(?:Group '(?P<group>[^']*)' does not accept option|Option) '(?P<option>[^']+)'(?: is not accepted)?"
+    r"(?:(?:Group '(?P<group>[^']*)'|Subcommand '[^']*') does not accept option|Option) '(?P<option>[^']+)'"
 )
 _NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
@@ -58,7 +58,7 @@ def option_names(parser: Any) -> list[str]:
 
 
 def _class_names(kinds: str) -> Iterator[str]:
-    """Names of Lightning's classes in a list of types, and of what has been derived from them."""
+    """Names of Lightning's and torch's classes in a list of types, and of what has been derived from them."""
     for path in dict.fromkeys(_CLASS.findall(kinds)):
         module, _, name = path.rpartition(".")
         found = getattr(import_module(module), name, None)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41TextConfig
-from lightning_modules.budget import FP32, named_parameters
+from lightning_modules.budget import FP32, bytes_per_rank, named_parameters
 from lightning_modules.optim.groups import OptimizerConfig
 from lightning_modules.optim.schedule import ScheduleConfig
 from lightning_modules.parser_messages import nearest
@@ -89,28 +89,34 @@ def require_schedule_length(schedule: ScheduleConfig, trainer: L.Trainer) -> Non
         )
 
 
-def require_buildable(config: DeepseekV41TextConfig, trainer: L.Trainer, vocab_size: int | None) -> None:
-    """Build the model's modules without memory, and refuse weights that no memory here can hold.
+def require_buildable(
+    config: DeepseekV41TextConfig, trainer: L.Trainer, vocab_size: int | None, optimizer: OptimizerConfig | None
+) -> None:
+    """Build the model's modules without memory, and refuse a model that no memory here can hold.
 
     Args:
         config: Of the model.
         trainer: Its devices.
         vocab_size: In place of one that the tokenizer will say; None is 1.
+        optimizer: Of a run that trains; None counts weights alone.
 
     Raises:
-        ValueError: A size cannot be built, or the weights are too large; begins with the option.
+        ValueError: A size cannot be built, or the model is too large; begins with the option.
     """
     known = config
     if config.vocab_size is None:
         known = DeepseekV41TextConfig(**(config.fields() | {"vocab_size": max(vocab_size or 1, 1)}))
     with torch.random.fork_rng(devices=[]):
-        count = sum(parameter.numel() for parameter in named_parameters(known).values())
+        parameters = named_parameters(known)
     DeepseekV41Config(text_config=known)
+    count = sum(parameter.numel() for parameter in parameters.values())
+    needed = count * FP32 if optimizer is None else bytes_per_rank(parameters, optimizer, 1).total
     memory = _memory(trainer)
-    if memory is not None and count * FP32 > memory:
+    if memory is not None and needed > memory:
+        held = "weights" if optimizer is None else "weights, gradients and optimizer state"
         raise ValueError(
-            f"model.config: {count:,} parameters take {count * FP32 / 1e9:,.1f} GB in fp32 without their gradients, "
-            f"and all of this run's memory is {memory / 1e9:,.1f} GB; `dsv41 inspect` shows what a configuration takes"
+            f"model.config: {count:,} parameters take {needed / 1e9:,.1f} GB in fp32 ({held}), and all of this run's "
+            f"memory is {memory / 1e9:,.1f} GB; `dsv41 inspect` shows what a configuration takes"
         )
 
 

@@ -187,7 +187,8 @@ class DeepseekV41Task(L.LightningModule):
             preflight.require_table_rule(self.backend, self.optimizer_config)
             preflight.require_schedule_length(self.schedule_config, trainer)
         if self.model is None:
-            preflight.require_buildable(self.text_config, trainer, getattr(data, "vocab_size", None))
+            optimizer = self.optimizer_config if stage == "fit" else None
+            preflight.require_buildable(self.text_config, trainer, getattr(data, "vocab_size", None), optimizer)
 
     def _start_from_pretrained(self) -> None:
         """Read `pretrained`, once, unless a checkpoint holds newer weights. The model exists, whole or sharded."""
