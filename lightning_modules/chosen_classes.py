@@ -48,7 +48,8 @@ def chosen_class(args: Any, option: str, base: type) -> type | None:
         The class, or None if none is chosen.
 
     Raises:
-        ValueError: There is no such class, or it is of another kind; begins with the option.
+        ValueError: There is no such class, or it is of another kind; begins with the option. A configuration file is
+            not in UTF-8; begins with the file.
     """
     path = None
     for value in _choices(args, option):
@@ -84,10 +85,16 @@ def _choices(args: Any, option: str) -> Iterator[Any]:
 
 
 def _of_file(config: str, option: str) -> Any:
-    """What a configuration, a file's name or a text, says at its top; files that cannot be read are the parser's."""
+    """What a configuration, a file's name or a text, says at its top; what else is wrong with it is told later."""
     try:
-        text = Path(config).read_text() if Path(config).is_file() else config
-    except (OSError, ValueError):
+        is_file = Path(config).is_file()
+    except (OSError, ValueError):  # a text that is no name
+        is_file = False
+    try:
+        text = Path(config).read_text(encoding="utf-8") if is_file else config
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{config}: must be text in UTF-8, and byte {error.start} is none ({error.reason})") from None
+    except OSError:
         return None
     if option not in text:
         return None
