@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from dsv41.config.fields import Flag
+
 AttentionBackend = Literal["sparse", "sdpa", "eager"]
 ExpertsBackend = Literal["auto", "loop", "grouped", "dense"]
 LossBackend = Literal["chunked", "full"]
+
+FLAGS = (
+    "compile_engram",
+    "compile_hc",
+    "sparse_table_gradient",
+    "gradient_checkpointing",
+    "strict_validation",
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,7 @@ class BackendConfig:
             by device-side asserts instead, which costs no synchronisation. CPU inputs are always checked.
 
     Raises:
-        ValueError: Unknown choice; names the field and the choices.
+        ValueError: Unknown choice, or a switch that is neither true nor false; names the field and the choices.
     """
 
     attn: AttentionBackend = "sparse"
@@ -51,3 +61,5 @@ class BackendConfig:
         for field, choices in ((field, get_args(kind)) for field, kind in choices_of.items()):
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field}: must be one of {choices}, got {getattr(self, field)!r}")
+        for field in FLAGS:
+            Flag().check(field, getattr(self, field))

@@ -71,9 +71,17 @@ def main(args: list[str] | None = None) -> None:
         args: What was typed after the command; None takes ``sys.argv``.
 
     Raises:
-        SystemExit: With status 2, after a message on stderr, if no known subcommand was typed; else see `cli.main`.
+        SystemExit: With status 2, after a message on stderr, if no known subcommand was typed; with 130 after Ctrl-C;
+            else see `cli.main`.
     """
-    args = sys.argv[1:] if args is None else args
+    try:
+        _main(sys.argv[1:] if args is None else args)
+    except KeyboardInterrupt:  # most likely in the imports; training has a handler for it
+        print("dsv41: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _main(args: list[str]) -> None:
     first = args[0] if args else ""
     if first in ("-h", "--help"):
         print(HELP, end="")

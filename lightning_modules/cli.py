@@ -2,6 +2,10 @@
 
 Rules beyond LightningCLI's own:
 - The tokenizer and every size that follows from it come from the data module; they are not typed twice.
+- Mistakes in anything but the data are found before data is read: the tokenizer is the last that a run is made of.
+- ``--model_class`` and ``--data_class`` put a user's own task and data module in place of this project's, with their
+  arguments as options; a task that leaves `configure_optimizers` alone may have any ``--optimizer`` and
+  ``--lr_scheduler`` of torch.
 - A checkpoint never overrides the command line (see `checkpoint_rule`). Lightning's default does, for single files.
 - ``--ckpt_path last`` is the newest step of the newest run of this experiment, ``best`` its best one. A run resumed
   from ``last`` writes on into the same directory, so that its curves stay one curve.
@@ -24,9 +28,10 @@ import yaml
 from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins import DoublePrecision
 
 from dsv41.config import DeepseekV41TextConfig
 from lightning_modules.arguments import READING, prepared
@@ -53,10 +58,17 @@ from lightning_modules.callbacks import (
 from lightning_modules.checkpoint.find import BEST_NAME, CONFIG, NAMES, missing, run_of
 from lightning_modules.checkpoint.run_directory import check_new_run, check_resumed_run, resolve
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
+from lightning_modules.chosen_classes import chosen_class, written_out
+from lightning_modules.chosen_optimizer import add_optimizer_options, use_chosen_optimizer
 from lightning_modules.data import TextDataModule
-from lightning_modules.parsed_options import in_one_line, require_options
+from lightning_modules.metric_names import METRICS
+from lightning_modules.option_ranges import require_ranges
+from lightning_modules.parsed_options import require_options
+from lightning_modules.parser_messages import in_one_line
 from lightning_modules.paths import expand_paths
+from lightning_modules.preflight import require_monitors, require_options_of_trainer
 from lightning_modules.safe_yaml import load_plain
+from lightning_modules.strategy import EngramFSDPStrategy
 from lightning_modules.task import DeepseekV41Task
 from lightning_modules.trainer_options import check_trainer_options, slurm_plugin
 from lightning_modules.training.lightning_private import load_only_what_is_asked_for, share_version
@@ -111,9 +123,9 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print and leave with status 2; from Python, where leaving would end a notebook's kernel, a ValueError."""
         if not self.exit_on_error:
-            raise ValueError(in_one_line(message)) from ex
+            raise ValueError(in_one_line(message, self)) from ex
         print(
-            f"dsv41: error: {in_one_line(message)}\nall options: dsv41 {{fit,validate,test,predict}} --help",
+            f"dsv41: error: {in_one_line(message, self)}\nall options: dsv41 {{fit,validate,test,predict}} --help",
             file=sys.stderr,
         )
         sys.exit(2)
@@ -149,21 +161,54 @@ class DeepseekV41CLI(LightningCLI):
             # Those of fit, which stand in the config.yaml of its runs. What they say is up to the caller.
             parser.add_argument("--ckpt_path", type=str | None, default=None, help=SUPPRESS)
             parser.add_argument("--weights_only", type=bool | None, default=None, help=SUPPRESS)
-        parser.link_arguments("data", "model.tokenizer", compute_fn=_tokenizer_of, apply_on="instantiate")
+        parser.add_argument(
+            "--model_class",
+            type=str | None,
+            default=None,
+            help="Task derived from DeepseekV41Task, such as mypkg.MyTask.",
+        )
+        parser.add_argument(
+            "--data_class", type=str | None, default=None, help="LightningDataModule, such as mypkg.MyData."
+        )
+        if self._model_class is not DeepseekV41Task:
+            add_optimizer_options(parser, self._model_class, DeepseekV41Task)
+        if any(str(action.dest).startswith("model.tokenizer") for action in parser._actions):
+            parser.link_arguments("data", "model.tokenizer", compute_fn=_no_tokenizer_yet, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """LightningCLI's without its warning about arguments given from Python, which is how notebooks call it."""
         self.config = parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
         subcommand = self.config["subcommand"] if self._run else None
-        require_options(self._parser(subcommand), self.config if subcommand is None else self.config[subcommand])
+        options = self.config if subcommand is None else self.config[subcommand]
+        require_options(self._parser(subcommand), options)
+        require_ranges(options)
+
+    def instantiate_classes(self) -> None:
+        """Build everything that needs no data, check it, and only then ask the data for its tokenizer."""
+        super().instantiate_classes()
+        use_chosen_optimizer(
+            self.model, self._get(self.config_init, "optimizer"), self._get(self.config_init, "lr_scheduler")
+        )
+        if self.subcommand is not None:
+            self.model.require_ready(self.trainer, self.datamodule, self.subcommand)
+            if type(self.model) is DeepseekV41Task:
+                require_monitors(self.trainer, METRICS)
+        tokenizer = getattr(self.datamodule, "fast_tokenizer", None)
+        if tokenizer is not None:
+            self.model.use_tokenizer(tokenizer)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add what is no matter of configuration: how files are written, and what every run shows."""
         config = self._get(self.config_init, "trainer", default={})
+        require_options_of_trainer(dict(config))
         plugins = _as_list(config.get("plugins"))
         plugins += slurm_plugin(plugins)
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(AtomicCheckpointIO(optimizers=self.subcommand in (None, "fit")))
+        if isinstance(config.get("strategy"), EngramFSDPStrategy) and config.get("precision") in (64, "64", "64-true"):
+            # Lightning refuses it for what is derived from its own strategy, unless the strategy is given by name.
+            kwargs["precision"] = None
+            plugins.append(DoublePrecision())
         kwargs["plugins"] = plugins
         callbacks = _as_list(config.get("callbacks"))
         extra: list[Callback] = [
@@ -188,6 +233,12 @@ class DeepseekV41CLI(LightningCLI):
         load_only_what_is_asked_for(trainer)
         share_version(trainer)
         return trainer
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """Without this project's checkpoints where none are wanted."""
+        if config.get("enable_checkpointing") is False:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+        return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:
         """Not LightningCLI's: stored hyper-parameters do not override the command line."""
@@ -237,8 +288,8 @@ def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
-def _tokenizer_of(data: TextDataModule) -> Any:
-    return data.fast_tokenizer
+def _no_tokenizer_yet(data: LightningDataModule) -> None:
+    """Reading data waits until everything else is built and checked: see `DeepseekV41CLI.instantiate_classes`."""
 
 
 def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
@@ -257,9 +308,11 @@ def get_cli(args: ArgsType = None, run: bool = True) -> DeepseekV41CLI:
     for message in _EXPECTED:
         warnings.filterwarnings("ignore", message)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advertisement)
+    args = sys.argv[1:] if args is None else args
+    args = written_out(args) if isinstance(args, list) else args
     return DeepseekV41CLI(
-        model_class=DeepseekV41Task,
-        datamodule_class=TextDataModule,
+        model_class=chosen_class(args, "model_class", DeepseekV41Task) or DeepseekV41Task,
+        datamodule_class=chosen_class(args, "data_class", LightningDataModule) or TextDataModule,
         save_config_callback=SaveRunConfig,
         seed_everything_default=0,
         trainer_defaults={"enable_model_summary": False, "use_distributed_sampler": False},
@@ -291,15 +344,23 @@ def main(args: list[str] | None = None) -> None:
     """Entry point of fit, validate, test and predict. Bad input ends with one line on stderr and exit status 1 (2 if it
     does not parse).
 
-    ``DSV41_TRACEBACK=1`` shows where it was found. An error inside the training loop always has its traceback.
+    ``DSV41_TRACEBACK=1`` shows where it was found. An error inside the training loop that is of no kind that bad input
+    makes has its traceback: it may come hours after the start, and it is a mistake in code.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        get_cli(prepared(sys.argv[1:] if args is None else args))
-    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
+        get_cli(prepared(written_out(sys.argv[1:] if args is None else args)))
+    except Exception as error:
+        expected = isinstance(error, ValueError | OSError | ImportError | MisconfigurationException)
         running = any(frame.name == "advance" for frame in traceback.extract_tb(error.__traceback__))
-        if running or os.environ.get("DSV41_TRACEBACK"):
+        if os.environ.get("DSV41_TRACEBACK") or (running and not expected):
             raise
-        print(f"dsv41: error{_rank()}: {_cause(error)}", file=sys.stderr)
+        print(f"dsv41: error{_rank()}: {_described(_cause(error), expected)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _described(error: BaseException, expected: bool) -> str:
+    """An error in one line; of a kind that bad input does not make, with its type and the way to its place."""
+    text = " ".join(str(error).split())
+    return text if expected and text else f"{type(error).__name__}: {text} (DSV41_TRACEBACK=1 shows where)"

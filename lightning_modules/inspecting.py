@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningDataModule
+
 from dsv41.config import DeepseekV41TextConfig
 from dsv41.cost import PARTS, flops_per_sequence, part_of
 from dsv41.weights.writing import size_in_bytes
 from lightning_modules.budget import RankBytes, active_parameters, bytes_per_rank, named_parameters
+from lightning_modules.chosen_classes import chosen_class, written_out
 from lightning_modules.cli import DeepseekV41CLI, Parser
 from lightning_modules.data import TextDataModule
 from lightning_modules.data.tokenization import DEEPSEEK_VOCAB_SIZE, load_tokenizer
@@ -23,9 +26,10 @@ class Parsed(DeepseekV41CLI):
     """The command line's configuration, checked as `fit` checks it, without the objects."""
 
     def __init__(self, args: list[str]) -> None:
+        args = written_out(args)
         super().__init__(
-            model_class=DeepseekV41Task,
-            datamodule_class=TextDataModule,
+            model_class=chosen_class(args, "model_class", DeepseekV41Task) or DeepseekV41Task,
+            datamodule_class=chosen_class(args, "data_class", LightningDataModule) or TextDataModule,
             save_config_callback=None,
             trainer_defaults={"enable_model_summary": False, "use_distributed_sampler": False},
             parser_class=Parser,

@@ -7,7 +7,6 @@ classes take any callable, and a configuration is not to choose what is called.
 
 from __future__ import annotations
 
-import re
 from importlib import import_module
 from typing import Any, get_args
 
@@ -91,20 +90,3 @@ def require_parts(config: Any, where: str = "") -> None:
     elif callable(config) and not isinstance(config, type):
         name = f"{getattr(config, '__module__', '')}.{getattr(config, '__qualname__', config)}"
         raise ValueError(f"{where}: {name} is a function, and a configuration names no functions")
-
-
-_LONGEST = 200  # characters of a value in a message
-_WHY = re.compile(r"\bImport(?:ing|\spath)\b.*?(?=\. Add the import path|$)", re.MULTILINE)
-_KINDS = re.compile(r"Subtypes: \[(.*)\]$", re.MULTILINE)
-_GIVEN = re.compile(r"Given value: (.*)\Z", re.DOTALL)
-
-
-def in_one_line(message: str) -> str:
-    """Message of a parser in one line: option, types and value, without the list of all attempts."""
-    key, colon, rest = message.partition("\n")
-    kinds, given, why = _KINDS.search(rest), _GIVEN.search(rest), _WHY.findall(rest)
-    if colon and kinds and given:
-        value = given[1].strip()
-        value = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
-        rest = f"must be one of {kinds[1]}, got {value}{f' ({why[0]})' if why else ''}"
-    return " ".join(f"{key} {rest}".split())

@@ -154,13 +154,17 @@ class EngramFSDPStrategy(ModelParallelStrategy):
         with super().tensor_init_context(True if empty_init is None else empty_init):
             yield
 
-    def setup(self, trainer: L.Trainer) -> None:
-        """Shard the model, if it is not sharded yet, and set up the optimizer."""
-        if self.options.mixed_precision == "bf16" and trainer.precision != "32-true":
+    def require_precision(self, precision: str) -> None:
+        """Raise ValueError unless the trainer's precision goes with `mixed_precision`."""
+        if self.options.mixed_precision == "bf16" and precision != "32-true":
             raise ValueError(
                 f"trainer.precision: must be '32-true' with the strategy's mixed_precision 'bf16', got "
-                f"{trainer.precision!r}; the strategy casts, and stored parameters stay fp32"
+                f"{precision!r}; the strategy casts, and stored parameters stay fp32"
             )
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Shard the model, if it is not sharded yet, and set up the optimizer."""
+        self.require_precision(trainer.precision)
         assert self.lightning_module is not None
         parallelize(self.lightning_module, self.device_mesh["data_parallel"], self.options, self.root_device)
         for loop in (

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
@@ -28,6 +29,7 @@ from dsv41.model import TrainingReport
 from dsv41.moe import imbalance, move_biases_
 from dsv41.ops.cross_entropy import next_tokens
 from dsv41.schedule import layer_plans
+from lightning_modules import preflight
 from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.checkpoint.schema import TRAINING_KEYS, require_training, require_weights
 from lightning_modules.checkpoint.sharded import plain_file
@@ -37,7 +39,6 @@ from lightning_modules.data.tokenization import token_byte_lengths
 from lightning_modules.optim.groups import OptimizerConfig, build_optimizer, group_settings
 from lightning_modules.optim.schedule import ScheduleConfig, build_schedule
 from lightning_modules.optim.state import parameters_by_name
-from lightning_modules.strategy import EngramFSDPStrategy
 from lightning_modules.training.checks import (
     require_finite_gradients,
     require_finite_loss,
@@ -50,8 +51,6 @@ from lightning_modules.training.step import StepTotals
 from lightning_modules.transfer.pretrained import load_pretrained
 
 Batch = dict[str, Tensor]
-
-PRECISIONS = ("32-true", "64-true", "bf16-mixed")
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,8 @@ class DeepseekV41Task(L.LightningModule):
         backend: Implementation choices that do not change the function.
         optimizer: AdamW.
         schedule: Learning rate over steps.
-        tokenizer: Tokenizer of the data; the command line links it from the data module, so it is never typed twice.
+        tokenizer: Tokenizer of the data; the command line takes it from the data module, so it is never typed twice,
+            and gives it with `use_tokenizer` when all else has been checked.
         pretrained: Folder whose weights a run without a checkpoint starts from: the released layout or that of
             transformers, with its config.json, which also gives `config` where the command line sets this.
         indexer: Training of learned indexers.
@@ -136,7 +136,7 @@ class DeepseekV41Task(L.LightningModule):
                 "indexer": asdict(indexer),
             }
         )
-        self.tokenizer = tokenizer
+        self.tokenizer: PreTrainedTokenizerFast | None = None
         self.pretrained = pretrained
         self._has_weights = pretrained is None
         self._validated_at: int | None = None
@@ -144,11 +144,22 @@ class DeepseekV41Task(L.LightningModule):
         self.metrics = LanguageModelMetric()
         self.tokens_seen = 0
         if tokenizer is not None:
-            self.register_buffer("token_bytes", token_byte_lengths(tokenizer), persistent=False)
+            self.use_tokenizer(tokenizer)
         self._step: StepTotals | None = None
         self._load: Tensor | None = None
 
     # ------------------------------------------------------------------ construction
+
+    def use_tokenizer(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Take the tokenizer of the data, before the model is built.
+
+        Raises:
+            RuntimeError: The model exists already.
+        """
+        if self.model is not None:
+            raise RuntimeError("the model exists already, with sizes that follow from another tokenizer")
+        self.tokenizer = tokenizer
+        self.register_buffer("token_bytes", token_byte_lengths(tokenizer), persistent=False)
 
     def configure_model(self) -> None:
         """Build the model; Lightning calls this before each of fit, validate, test and predict."""
@@ -168,29 +179,30 @@ class DeepseekV41Task(L.LightningModule):
         """Refuse what cannot work: precision, devices, rows longer than the model takes. Nothing is built yet."""
         if isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             self.trainer.strategy.checkpoint_io.of_trainer = True
-        if self.trainer.precision not in PRECISIONS:
-            raise ValueError(
-                f"trainer.precision: must be one of {PRECISIONS}, got {self.trainer.precision!r}; the others would "
-                "also cast what has to stay fp32 (mixing coefficients, router biases), or need a loss scaler"
-            )
-        if self.trainer.world_size > 1 and not isinstance(self.trainer.strategy, EngramFSDPStrategy):
-            raise ValueError(
-                f"trainer.strategy: {self.trainer.world_size} devices need engram_fsdp (see configs/strategy), got "
-                f"{type(self.trainer.strategy).__name__}"
-            )
-        if stage == "fit" and self.backend.sparse_table_gradient and self.optimizer_config.tables == "dense":
-            raise ValueError(
-                "model.backend.sparse_table_gradient: must be false with model.optimizer.tables 'dense', which takes "
-                "dense gradients only; with 'rows' gradients are row-sparse either way"
-            )
-        if self.trainer.strategy.root_device.type == "mps":
-            raise ValueError("trainer.accelerator: mps has neither float8 nor float64; use cpu")
-        length = getattr(getattr(self.trainer, "datamodule", None), "sequence_length", None)
-        if length is not None and length > self.text_config.max_position_embeddings:
-            raise ValueError(
-                f"data.sequence_length: {length} exceeds model.config.max_position_embeddings="
-                f"{self.text_config.max_position_embeddings}"
-            )
+        self.require_ready(self.trainer, getattr(self.trainer, "datamodule", None), stage)
+
+    def require_ready(self, trainer: L.Trainer, data: L.LightningDataModule | None, stage: str) -> None:
+        """Refuse what cannot work, without reading data; the command line asks before it does.
+
+        Args:
+            trainer: As it will run.
+            data: Its options are looked at, where it has `sequence_length`, `batch_size` and `vocab_size`.
+            stage: "fit", "validate", "test" or "predict".
+
+        Raises:
+            ValueError: Begins with the option.
+            OSError: A folder cannot be written; likewise.
+        """
+        preflight.require_trainer(trainer)
+        preflight.require_rows_fit(getattr(data, "sequence_length", None), self.text_config)
+        preflight.require_batch_divides(getattr(data, "batch_size", None), trainer)
+        preflight.require_writable(trainer)
+        if stage == "fit":
+            preflight.require_table_rule(self.backend, self.optimizer_config)
+            preflight.require_schedule_length(self.schedule_config, trainer)
+        if self.model is None:
+            optimizer = self.optimizer_config if stage == "fit" else None
+            preflight.require_buildable(self.text_config, trainer, getattr(data, "vocab_size", None), optimizer)
 
     def _start_from_pretrained(self) -> None:
         """Read `pretrained`, once, unless a checkpoint holds newer weights. The model exists, whole or sharded."""
@@ -222,7 +234,8 @@ class DeepseekV41Task(L.LightningModule):
         require_wide_parameters(self.built)
         self._step = None  # a run that failed inside an accumulation may have left one
         require_whole_accumulation(self.trainer.accumulate_grad_batches, self.trainer.num_training_batches)
-        checkpoint_rule.apply_schedules([config.scheduler for config in self.trainer.lr_scheduler_configs])
+        schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        checkpoint_rule.apply_schedules([schedule for schedule in schedules if isinstance(schedule, LambdaLR)])
         trainer: Any = self.trainer  # the attribute is real, but Trainer's annotations do not show it
         if trainer.estimated_stepping_batches < trainer.log_every_n_steps:
             trainer.log_every_n_steps = 1

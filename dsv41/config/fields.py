@@ -56,17 +56,20 @@ class Whole:
 
 @dataclass(frozen=True)
 class Real:
-    """Finite numbers from `low` (or above it) to `high`."""
+    """Finite numbers from `low` (or above it) to `high` (or below it)."""
 
     low: float
     high: float
     above: bool = False
+    below: bool = False
 
     def check(self, field: str, value: Any) -> None:
         """Raise ValueError that begins with `field`."""
-        inside = is_real(value) and (value > self.low if self.above else value >= self.low) and value <= self.high
-        bound = f"above {self.low:g}" if self.above else f"of at least {self.low:g}"
-        require(inside, field, f"must be a number {bound} and at most {self.high:g}, got {shown(value)}")
+        inside = is_real(value) and self.low <= value <= self.high
+        inside = inside and not (self.above and value == self.low) and not (self.below and value == self.high)
+        low = f"above {self.low:g}" if self.above else f"of at least {self.low:g}"
+        high = f"below {self.high:g}" if self.below else f"at most {self.high:g}"
+        require(inside, field, f"must be a number {low} and {high}, got {shown(value)}")
 
 
 @dataclass(frozen=True)

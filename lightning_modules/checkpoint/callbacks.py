@@ -86,6 +86,11 @@ class LatestCheckpoint(ModelCheckpoint):
         if not inside_accumulation(trainer):
             self._save_once(trainer)
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Save what waited for a validation in which another callback has failed; one of several ranks may be alone."""
+        if self._due_after_validation and trainer.world_size == 1:
+            self._save_once(trainer)
+
     def _save_once(self, trainer: L.Trainer) -> None:
         self._due_after_validation = False
         if trainer.global_step == self._last_global_step_saved or self._should_skip_saving_checkpoint(trainer):

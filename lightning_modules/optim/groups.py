@@ -8,12 +8,25 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from dsv41.config.fields import Real
 from dsv41.cost import part_of
 from dsv41.engram.table import EngramTable
 from lightning_modules.optim.grouped import GroupedOptimizer, Rule
 
 MatrixRule = Literal["adamw", "muon"]
 TableRule = Literal["rows", "dense"]
+
+_AVERAGE = Real(0, 1, below=True)
+RULES = {
+    "lr": Real(0, 1e3, above=True),
+    "weight_decay": Real(0, 1e3),
+    "beta1": _AVERAGE,
+    "beta2": _AVERAGE,
+    "eps": Real(0, 1, above=True),
+    "table_lr_multiplier": Real(0, 1e6, above=True),
+    "muon_momentum": _AVERAGE,
+}
+"""Ranges of the numbers of `OptimizerConfig`."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +61,8 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "table_lr_multiplier"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optimizer.{name}: must be above 0, got {getattr(self, name)}")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"optimizer.weight_decay: must be at least 0, got {self.weight_decay}")
-        for name in ("beta1", "beta2", "muon_momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name}: must lie in [0, 1), got {getattr(self, name)}")
+        for name, rule in RULES.items():
+            rule.check(f"optimizer.{name}", getattr(self, name))
         for name, choices in (("matrices", get_args(MatrixRule)), ("tables", get_args(TableRule))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"optimizer.{name}: must be one of {choices}, got {getattr(self, name)!r}")

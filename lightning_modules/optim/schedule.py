@@ -9,7 +9,17 @@ from typing import Literal, get_args
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from dsv41.config.fields import POSITIONS, Real, Rule, Whole
+
 ScheduleName = Literal["cosine", "wsd", "constant"]
+
+RULES: dict[str, Rule] = {
+    "warmup_steps": Whole(0, POSITIONS),
+    "floor": Real(0, 1),
+    "decay_share": Real(0, 1),
+    "total_steps": Whole(1, POSITIONS, "for the trainer's"),
+}
+"""Ranges of the numbers of `ScheduleConfig`."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,9 @@ class ScheduleConfig:
         floor: Final rate as a share of the peak.
         decay_share: Share of all steps that "wsd" decays over, at the end.
         total_steps: Length of the schedule; None takes the trainer's number of optimizer steps.
+
+    Raises:
+        ValueError: A value is out of range; names the field.
     """
 
     name: ScheduleName = "cosine"
@@ -34,13 +47,8 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.name not in get_args(ScheduleName):
             raise ValueError(f"schedule.name: must be one of {get_args(ScheduleName)}, got {self.name!r}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"schedule.warmup_steps: must be at least 0, got {self.warmup_steps}")
-        for name in ("floor", "decay_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"schedule.{name}: must lie in 0..1, got {getattr(self, name)}")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise ValueError(f"schedule.total_steps: must be at least 1, got {self.total_steps}")
+        for name, rule in RULES.items():
+            rule.check(f"schedule.{name}", getattr(self, name))
 
 
 def learning_rate_factor(step: int, total: float, config: ScheduleConfig) -> float:

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dsv41.attention import DeepseekV41Attention
+from dsv41.config.fields import Flag
 from dsv41.engram.table import EngramTable
 from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block, DeepseekV41ForCausalLM
@@ -59,7 +60,7 @@ class ParallelOptions:
             stay on the device.
 
     Raises:
-        ValueError: `mixed_precision` is neither.
+        ValueError: `mixed_precision` is neither, or a switch is neither true nor false.
     """
 
     mixed_precision: MixedPrecision = "none"
@@ -72,6 +73,8 @@ class ParallelOptions:
             raise ValueError(
                 f"mixed_precision: must be one of {get_args(MixedPrecision)}, got {self.mixed_precision!r}"
             )
+        for field in ("reshard_after_forward", "activation_checkpointing", "cpu_offload"):
+            Flag().check(field, getattr(self, field))
 
 
 def parallelize(parent: nn.Module, mesh: DeviceMesh, options: ParallelOptions, device: torch.device) -> None:

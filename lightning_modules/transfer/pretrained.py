@@ -36,11 +36,20 @@ def typed_fields(config: DeepseekV41TextConfig) -> dict[str, Any]:
 
 
 def default_options(folder: str) -> list[str]:
-    """Command-line options implied by a folder: its architecture, and its tokenizer if it has one."""
+    """Command-line options implied by a folder: its architecture, and its tokenizer if it has one.
+
+    Raises:
+        FileNotFoundError: It has no configuration; begins with the option.
+        ValueError: Its configuration or its tokenizer cannot be read; names the file.
+    """
     path = require_folder(folder)
     fields = typed_fields(DeepseekV41Config.from_pretrained(path).text_config)
     options = ["--model.config", json.dumps(fields)]
     if (path / TOKENIZER_NAME).is_file():
+        try:
+            read_tokenizer(path)
+        except Exception as error:  # the library has no type of its own
+            raise ValueError(f"model.pretrained: {path / TOKENIZER_NAME} is no tokenizer: {error}") from error
         options += ["--data.tokenizer", str(path)]
     return options
 

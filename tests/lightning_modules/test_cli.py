@@ -177,7 +177,7 @@ def test_a_strangers_checkpoint_is_refused(
     ("options", "message"),
     [
         (["--model.config.hiden_size", "8"], "unrecognized arguments: --model.config.hiden_size"),
-        (["--model.optimizer.lr", "fast"], '"model.optimizer.lr"'),
+        (["--model.optimizer.lr", "fast"], "model.optimizer.lr: must be of type float, got fast"),
         (["--data.sequence_lenght", "8"], "unrecognized arguments: --data.sequence_lenght"),
         (["--model.schedule.name", "linear"], "model.schedule.name"),
         (["--model.backend.attn", "flash"], "model.backend.attn"),
