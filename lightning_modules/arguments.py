@@ -13,6 +13,7 @@ import yaml
 from lightning_modules.checkpoint.find import NAMES
 from lightning_modules.checkpoint.run_directory import require_configuration
 from lightning_modules.paths import expanded
+from lightning_modules.safe_yaml import load_plain
 from lightning_modules.transfer.pretrained import default_options
 
 READING = ("validate", "test", "predict")  # subcommands that only read a checkpoint
@@ -83,7 +84,7 @@ def with_pretrained(args: list[str]) -> list[str]:
 def _experiment_in(file: str) -> str | None:
     """``trainer.logger.init_args.name`` of a configuration file; None if it has none or is none."""
     try:
-        value: Any = yaml.safe_load(Path(file).read_text())
+        value: Any = load_plain(Path(file).read_text())
         for key in ("trainer", "logger", "init_args", "name"):
             value = value[key]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):

@@ -138,7 +138,7 @@ def require_writable(trainer: L.Trainer) -> None:
         NotADirectoryError: A file is in the way; begins with the option.
         PermissionError: Likewise.
     """
-    folders = {
+    folders: dict[str, list[str | None]] = {
         "trainer.logger.init_args.save_dir": [logger.save_dir for logger in trainer.loggers],
         "trainer.default_root_dir": [] if trainer.loggers else [trainer.default_root_dir],
     }

@@ -453,6 +453,7 @@ class DeepseekV41Task(L.LightningModule):
             for key in TRAINING_KEYS:
                 checkpoint.pop(key, None)
             return
+        checkpoint_rule.require_same_function(checkpoint, self._architecture())
         groups = None
         if type(self).configure_optimizers is DeepseekV41Task.configure_optimizers:
             optimizer = trainer.optimizers[0] if trainer.optimizers else build_optimizer(self, self.optimizer_config)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -36,6 +35,7 @@ from lightning_modules.checkpoint.find import (
     step_of,
     steps_in,
 )
+from lightning_modules.safe_yaml import load_plain
 
 # Options by which loggers take the name of an existing run.
 _VERSION_OPTIONS = ("version", "run_id", "id", "experiment_key")
@@ -134,7 +134,7 @@ def _is_of_experiment(run: Path, spec: Namespace) -> bool:
 
     Asking the logger itself for the experiment's name would begin a run of some services.
     """
-    saved: Any = yaml.safe_load((run / CONFIG).read_text())
+    saved: Any = load_plain((run / CONFIG).read_text())
     try:
         logger = saved["trainer"]["logger"]
         logger = logger[0] if isinstance(logger, list) else logger

@@ -308,7 +308,7 @@ def test_a_study_runs_nothing(study_file: Callable[..., Path], mark: Path, capsy
         ("model: {config: {norm_topk_prob: flase}}", "model.config.norm_topk_prob"),
         ("model: {config: {hidden_size: 9223372036854775808}}", "hidden_size: must be an integer of at least 1 and at"),
         ("model: {config: {hidden_size: 1000000000}}", "hidden_size: must be an integer of at least 1 and at most"),
-        ("data: {vocab_size: 1000000000}", "vocab_size must be at most 1048576, got 1000000000"),
+        ("data: {vocab_size: 1000000000}", "data.vocab_size: must be at most 1048576, got 1000000000"),
     ],
     ids=lambda text: text[:40],
 )
