@@ -30,6 +30,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -39,6 +40,7 @@ from dsv41.files import begin_folder, discard, publish_folder, write_failures_ex
 from dsv41.ranks import copy_rows_, together
 from lightning_modules.checkpoint import sharded as sharded_checkpoint
 from lightning_modules.checkpoint.safe_load import read_plain, require_sound
+from lightning_modules.checkpoint.structure import require_structure
 from lightning_modules.optim.state import (
     named_state,
     numbered_state,
@@ -314,7 +316,8 @@ class EngramFSDPStrategy(ModelParallelStrategy):
 
         Raises:
             DamagedFileError: A file is cut or a bit in it has changed; the ranks share the reading.
-            ValueError: The folder is not complete, or a file holds anything else.
+            ValueError: The folder is not complete, or a file holds anything else, or a part is missing or of another
+                kind.
         """
         path = Path(self.broadcast(checkpoint_path))
         self._restored_from = path
@@ -330,6 +333,8 @@ class EngramFSDPStrategy(ModelParallelStrategy):
             lambda: sharded_checkpoint.read_meta(path) if path.is_dir() else read_plain(path, mmap=True)
         )
         assert checkpoint is not None
+        training = self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        require_structure(path, checkpoint, training)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from dsv41.files import remove_whole, write_failures_explained, written_whole
 from lightning_modules.checkpoint.safe_load import read_plain, require_sound
 from lightning_modules.checkpoint.sharded import read_whole, size_of
+from lightning_modules.checkpoint.structure import require_structure
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -59,16 +60,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: There is none.
             DamagedFileError: It is cut or a bit has changed; the message names the file and what could be loaded
                 instead.
-            ValueError: It is not complete, or holds anything else.
+            ValueError: It is not complete, or holds anything else, or a part is missing or of another kind.
         """
         path = Path(path)
         if path.is_dir():
-            return read_whole(path, self.optimizers)
-        require_sound(path)
-        if self.optimizers:
-            return read_plain(path, map_location=map_location)
-        checkpoint = read_plain(path, mmap=True, map_location=map_location)
-        checkpoint.pop("optimizer_states", None)
+            checkpoint = read_whole(path, self.optimizers)
+        else:
+            require_sound(path)
+            checkpoint = read_plain(path, mmap=not self.optimizers, map_location=map_location)
+        require_structure(path, checkpoint, self.optimizers)
+        if not self.optimizers:
+            checkpoint.pop("optimizer_states", None)
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
