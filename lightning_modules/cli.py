@@ -353,14 +353,21 @@ def main(args: list[str] | None = None) -> None:
         get_cli(prepared(written_out(sys.argv[1:] if args is None else args)))
     except Exception as error:
         expected = isinstance(error, ValueError | OSError | ImportError | MisconfigurationException)
-        running = any(frame.name == "advance" for frame in traceback.extract_tb(error.__traceback__))
+        frames = traceback.extract_tb(error.__traceback__)
+        running = any(frame.name == "advance" for frame in frames)
         if os.environ.get("DSV41_TRACEBACK") or (running and not expected):
             raise
-        print(f"dsv41: error{_rank()}: {_described(_cause(error), expected)}", file=sys.stderr)
+        told = _described(_cause(error), expected)
+        if any(frame.filename.endswith("checkpoint_connector.py") for frame in frames) and "ckpt_path" not in told:
+            told = f"ckpt_path: nothing can be restored from it: {told.replace(_WHERE, '')}"
+        print(f"dsv41: error{_rank()}: {told}", file=sys.stderr)
         sys.exit(1)
+
+
+_WHERE = " (DSV41_TRACEBACK=1 shows where)"
 
 
 def _described(error: BaseException, expected: bool) -> str:
     """An error in one line; of a kind that bad input does not make, with its type and the way to its place."""
     text = " ".join(str(error).split())
-    return text if expected and text else f"{type(error).__name__}: {text} (DSV41_TRACEBACK=1 shows where)"
+    return text if expected and text else f"{type(error).__name__}: {text}{_WHERE}"

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -187,7 +188,7 @@ def _callbacks(trainer: L.Trainer) -> list[L.Callback]:
     return callbacks
 
 
-def require_options_of_trainer(options: dict[str, object]) -> None:
+def require_options_of_trainer(options: dict[str, Any]) -> None:
     """Refuse, in this project's words, what Lightning refuses in the middle of building a trainer.
 
     Args:

@@ -261,7 +261,7 @@ def folder_input(rng: random.Random, prepared: Prepared, directory: Path) -> Inp
     change_file(rng, path)
     if rng.random() < 0.3:
         (folder / "complete.json").unlink(missing_ok=True)  # nothing is checked before it is read
-    names = (str(folder), folder.name, path.name, "model.pretrained", "model.config", "data.tokenizer")
+    names = (str(folder), folder.name, path.name, "model.pretrained", "model.config", "tokenizer")
     if rng.random() < 0.3:
         return ["import", "--from", str(folder), "--output", str(directory / "finetune.yaml")], names
     base = ["fit", "--config", str(prepared.folder / "base.yaml"), "--model.pretrained", str(folder)]
