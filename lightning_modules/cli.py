@@ -36,12 +36,15 @@ from lightning_modules.callbacks import (
     EngramGates,
     EngramMemory,
     ExpertLoad,
+    FinalValidation,
     GracefulInterrupt,
     IndexerRecall,
     LatestCheckpoint,
     PartSummary,
     PeakMemory,
     PredictionFile,
+    RunPages,
+    RunReport,
     StreamMixers,
     TokenThroughput,
     UnigramBaseline,
@@ -181,6 +184,9 @@ class DeepseekV41CLI(LightningCLI):
             TokenThroughput(),
             PeakMemory(),
             GracefulInterrupt(),
+            FinalValidation(),
+            RunPages(),
+            RunReport(),
         ]
         if config.get("logger") is not False:
             extra.append(LearningRateMonitor("step"))

@@ -218,7 +218,7 @@ class DeepseekV41Task(L.LightningModule):
         """The optimizer and its schedule, stepped once per optimizer step."""
         optimizer = build_optimizer(self, self.optimizer_config)
         schedule = build_schedule(optimizer, self.schedule_config, self.trainer.estimated_stepping_batches)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "train/lr"}}
 
     # ------------------------------------------------------------------ training
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info
 
 
 class UnigramBaseline(Callback):
-    """Prints the data's sizes and unigram entropy at the start, and the last validation loss beside it at the end.
+    """Prints the data's sizes and unigram entropy at the start; `RunReport` has it beside the last validation loss.
 
     The entropy is logged as ``val/unigram_entropy`` (nats per token), a flat line beside ``val/loss``. Data modules
     without `unigram_entropy` and runs without validation rows are left alone.
@@ -37,14 +37,3 @@ class UnigramBaseline(Callback):
         """Log the flat line at the same steps as the validation loss."""
         if self.entropy is not None:
             pl_module.log("val/unigram_entropy", self.entropy, sync_dist=True, reduce_fx="max")  # equal on all ranks
-
-    @rank_zero_only
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print both numbers."""
-        loss = trainer.callback_metrics.get("val/loss")
-        if self.entropy is not None and loss is not None:
-            rank_zero_info(
-                f"validation loss {float(loss):.4f} nats per token "
-                f"({float(trainer.callback_metrics['val/bits_per_byte']):.4f} bits per byte), "
-                f"unigram entropy {self.entropy:.4f}, after {trainer.global_step} steps"
-            )

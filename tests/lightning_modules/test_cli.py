@@ -71,7 +71,7 @@ def test_a_run_leaves_curves_checkpoints_and_its_configuration(
     values = scalars(trained)
     assert [step for step, _ in values["train/loss"]] == [0, 1, 2, 3]
     expected = {"train/grad_norm", "train/tokens", "val/loss", "val/perplexity", "val/bits_per_byte"}
-    expected |= {f"lr-GroupedOptimizer/{group}" for group in ("decay", "no_decay", "tables")}
+    expected |= {f"train/lr/{group}" for group in ("decay", "no_decay", "tables")}
     expected |= {
         "val/unigram_entropy",
         "grad_norm/engram_tables",
@@ -82,10 +82,8 @@ def test_a_run_leaves_curves_checkpoints_and_its_configuration(
     assert expected <= set(values)
     assert values["train/tokens"][-1][1] > values["train/tokens"][0][1] > 0
     # warm-up of two steps, then cosine over the two that remain
-    assert [value for _, value in values["lr-GroupedOptimizer/decay"]] == pytest.approx(
-        [0.01 / 3, 0.02 / 3, 0.01, 0.001]
-    )
-    for decay, tables in zip(values["lr-GroupedOptimizer/decay"], values["lr-GroupedOptimizer/tables"], strict=True):
+    assert [value for _, value in values["train/lr/decay"]] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.001])
+    for decay, tables in zip(values["train/lr/decay"], values["train/lr/tables"], strict=True):
         assert tables == (decay[0], pytest.approx(5 * decay[1]))
     assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == ["best.ckpt", "step-00000004.ckpt"]
     saved = yaml.safe_load((trained / "config.yaml").read_text())
@@ -360,7 +358,7 @@ def test_going_on_from_the_best_starts_a_new_run(trained: Path, nano_args: list[
 
 def test_a_longer_schedule_rules_from_the_first_step_after_a_resume(trained: Path, nano_args: list[str]) -> None:
     main(["fit", *nano_args, "--trainer.max_steps", "9", "--ckpt_path", "last"])
-    rates = dict(scalars(trained)["lr-GroupedOptimizer/decay"])
+    rates = dict(scalars(trained)["train/lr/decay"])
     expected = ScheduleConfig(warmup_steps=2)
     assert [rates[step] for step in range(4, 9)] == pytest.approx(
         [0.01 * learning_rate_factor(step, 9, expected) for step in range(4, 9)]
@@ -539,7 +537,7 @@ def test_ctrl_c_ends_with_a_checkpoint_to_go_on_from(
     assert progress["current"]["completed"] == 6
     main(["fit", *nano_args, *options, "--ckpt_path", "last"])
     main(["fit", *nano_args, *options])
-    for tag in ("train/loss", "train/tokens", "lr-GroupedOptimizer/decay"):
+    for tag in ("train/loss", "train/tokens", "train/lr/decay"):
         # By step: the learning rate is logged for every micro-batch.
         resumed, unbroken = (dict(scalars(runs / version)[tag]) for version in (FOLDER, "version_1"))
         assert list(unbroken) == list(range(7))
