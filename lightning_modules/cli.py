@@ -31,6 +31,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from dsv41.config import DeepseekV41TextConfig
 from dsv41.files import plain_name, settle
+from lightning_modules import help_screen
 from lightning_modules.callbacks import (
     BestCheckpoint,
     EngramGates,
@@ -101,6 +102,10 @@ class Parser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"allow_abbrev": False})
+
+    def print_help(self, file: Any = None) -> None:
+        """Print every option, after a short usage."""
+        help_screen.print_coloured(help_screen.short_usage(self.format_help()), file or sys.stdout)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print and leave with status 2; from Python, where leaving would end a notebook's kernel, a ValueError."""
