@@ -15,7 +15,7 @@ from typing import TextIO
 WIDTH = 39  # columns of an option and its value
 
 _RUN = {
-    "--config FILE": "such as configs/tiny.yaml; of several, later ones count more",
+    "--config FILE": "such as configs/tiny.yaml; later ones count more",
     "--print_config": "print every option with its value, and stop",
 }
 _DATA = {
