@@ -52,7 +52,7 @@ then:
   dsv41 ablate --config configs/ablations/engram.yaml        does a part help, and how sure is that?
   dsv41 compare runs/tiny runs/tiny-no-engram
   dsv41 fit --config configs/tiny.yaml --print_config        every option with its value
-  dsv41 fit --help                                           every option explained
+  dsv41 fit --help                                           common options; --help all explains every one
 
 Any option of a file can be given on the command line too, such as --trainer.max_steps 2000. Configurations are in the
 clone's folder configs/, parts to switch off in configs/overlays/, several processes and GPUs in configs/strategy/,
@@ -99,13 +99,19 @@ def _main(args: list[str]) -> None:
 
 
 def _run(args: list[str]) -> None:
+    from lightning_modules import help_screen
+
+    words = help_screen.without_first_screen(args)
+    if words is None:
+        return
+    help_screen.announce(words[0])
     # What imports allocate stays. Looking through it for garbage again and again takes a seventh of the start.
     gc.disable()
     from lightning_modules import cli
 
     gc.freeze()
     gc.enable()
-    cli.main(args)
+    cli.main(words)
 
 
 def _unknown(word: str) -> str:

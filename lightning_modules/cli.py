@@ -35,11 +35,13 @@ from lightning.pytorch.plugins import DoublePrecision
 
 from dsv41.config import DeepseekV41TextConfig
 from lightning_modules.arguments import READING, prepared
+from lightning_modules import help_screen
 from lightning_modules.callbacks import (
     BestCheckpoint,
     EngramGates,
     EngramMemory,
     ExpertLoad,
+    FinalValidation,
     GracefulInterrupt,
     IndexerRecall,
     LatestCheckpoint,
@@ -50,6 +52,8 @@ from lightning_modules.callbacks import (
     RunTimer,
     SaveRunConfig,
     StepLabels,
+    RunPages,
+    RunReport,
     StreamMixers,
     TokenThroughput,
     UnigramBaseline,
@@ -119,6 +123,10 @@ class Parser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"allow_abbrev": False})
+
+    def print_help(self, file: Any = None) -> None:
+        """Print every option, after a short usage."""
+        help_screen.print_coloured(help_screen.short_usage(self.format_help()), file or sys.stdout)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print and leave with status 2; from Python, where leaving would end a notebook's kernel, a ValueError."""
@@ -217,6 +225,9 @@ class DeepseekV41CLI(LightningCLI):
             TokenThroughput(),
             PeakMemory(),
             GracefulInterrupt(),
+            FinalValidation(),
+            RunPages(),
+            RunReport(),
         ]
         if config.get("logger") is not False:
             extra.append(LearningRateMonitor("step"))

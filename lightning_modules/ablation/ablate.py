@@ -167,7 +167,8 @@ def run_plan(plan: Plan, jobs: int, only_plan: bool, stream: TextIO) -> int:
     with alone(plan.study.output), _stopped_by_sigterm():
         try:
             print(file=stream)
-            failed = run_all(plan.runs, jobs, Progress(plan, jobs, stream))
+            with Progress(plan, jobs, stream) as progress:
+                failed = run_all(plan.runs, jobs, progress)
         except KeyboardInterrupt:
             print("stopped; the same command resumes from here", file=stream)
             return 130

@@ -1,33 +1,16 @@
 """TensorBoard pages of a study beside the curves of its runs: the HParams tab, and charts that overlay variants.
 
-Both are separate event files, distinguished by their suffix, so that writing them again replaces them.
+Both are separate event files, distinguished by their suffix, so that writing them again replaces them; a run's line of
+HParams takes the place of the one that the run itself has written.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
 from lightning_modules.ablation.curves import LOSS, MEMORY, RATE, TRAIN_LOSS, Record
-
-SUFFIX = ".study"
-
-
-def _writer(directory: Path) -> SummaryWriter:
-    """Writer whose file replaces an earlier one."""
-    for old in directory.glob(f"events.out.tfevents.*{SUFFIX}"):
-        old.unlink()
-    return SummaryWriter(str(directory), filename_suffix=SUFFIX)
-
-
-def _plain(value: Any) -> bool | str | float | int:
-    """Value of a type that the HParams tab accepts."""
-    return value if isinstance(value, bool | str | float | int) else json.dumps(value)
+from lightning_modules.callbacks.boards import add_charts, add_hparams, page_writer
 
 
 def write_hparams(record: Record, switches: Sequence[str]) -> None:
@@ -37,7 +20,7 @@ def write_hparams(record: Record, switches: Sequence[str]) -> None:
         record: The run.
         switches: Dotted names of the options to show.
     """
-    shown = {"variant": record.variant} | {name: _plain(record.settings.get(name)) for name in switches}
+    shown = {"variant": record.variant} | {name: record.settings.get(name) for name in switches}
     if record.seed is not None:
         shown["seed"] = record.seed
     metrics = {
@@ -52,10 +35,8 @@ def write_hparams(record: Record, switches: Sequence[str]) -> None:
             "final/training_flops_per_token": record.cost.flops,
         }
     known = {name: value for name, value in metrics.items() if value is not None}
-    writer = _writer(record.directory)
-    events = writer._get_file_writer()  # add_hparams would make a separate directory for them
-    for summary in hparams(shown, known):
-        events.add_summary(summary)
+    writer = page_writer(record.directory)
+    add_hparams(writer, shown, list(known))
     for name, value in known.items():
         writer.add_scalar(name, value, record.steps - 1)
     writer.close()
@@ -64,13 +45,13 @@ def write_hparams(record: Record, switches: Sequence[str]) -> None:
 def write_layout(output: Path, study: str) -> None:
     """Write charts that show a tag of all chosen runs at once (the tab Custom Scalars) into ``output/layout``."""
     charts = {
-        "validation loss": ["Multiline", [f"^{LOSS}$"]],
-        "training loss": ["Multiline", [f"^{TRAIN_LOSS}$"]],
-        "tokens per second": ["Multiline", [f"^{RATE}$"]],
-        "peak memory, MB": ["Multiline", [f"^{MEMORY}$"]],
+        "validation loss": [f"^{LOSS}$"],
+        "training loss": [f"^{TRAIN_LOSS}$"],
+        "tokens per second": [f"^{RATE}$"],
+        "peak memory, MB": [f"^{MEMORY}$"],
     }
     folder = output / "layout"
     folder.mkdir(parents=True, exist_ok=True)
-    writer = _writer(folder)
-    writer.add_custom_scalars({study: charts})
+    writer = page_writer(folder)
+    add_charts(writer, study, charts)
     writer.close()

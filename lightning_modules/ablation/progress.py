@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TextIO
+from types import TracebackType
+from typing import Self, TextIO
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_modules.ablation.curves import TRAIN_LOSS
 from lightning_modules.ablation.plan import Plan, Run
-from lightning_modules.ablation.running import Job, finished
+from lightning_modules.ablation.running import Job, finished, steps_done
 from lightning_modules.text import duration
 
 INTERVAL = 2.0  # seconds between looks at event files
@@ -21,19 +24,20 @@ PAUSE = 10.0  # seconds between two of them, at least
 
 
 class _Watched:
-    """Where a running job stands, by its event files, which are read on from where the last look ended."""
+    """State of a running job by its event files, which are read on from where the last look ended."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.step = 0
+        self.begun = self.step = steps_done(job.run)
         self.loss: float | None = None
         self.pace: float | None = None  # seconds per step
+        self.start_up = 0.0  # seconds before the first step, as soon as there is a pace
         self.said = 0  # parts
         self.spoke = time.monotonic()
         self._reader: EventAccumulator | None = None
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read new events."""
         if self._reader is None:
             if not any(self.job.run.directory.glob("events.out.tfevents.*")):
                 return
@@ -46,26 +50,40 @@ class _Watched:
         mine = [event for event in events if event.wall_time >= self.job.started]
         if len(mine) > 1 and mine[-1].step > mine[0].step:
             self.pace = (mine[-1].wall_time - mine[0].wall_time) / (mine[-1].step - mine[0].step)
+            steps = max(0, mine[0].step + 1 - self.begun)
+            self.start_up = max(0.0, mine[0].wall_time - self.job.started - self.pace * steps)
 
-    def left(self) -> float | None:
-        """Seconds to go."""
-        return None if self.pace is None else self.pace * max(0, self.job.run.steps - self.step)
+    def beside_steps(self) -> float | None:
+        """Seconds since the start that no step has taken, of a run that has ended; None without a pace."""
+        if self.pace is None:
+            return None
+        return max(0.0, time.time() - self.job.started - self.pace * (self.step - self.begun))
+
+    def left(self, pace: float, beside: float) -> float:
+        """Seconds left.
+
+        Args:
+            pace: Seconds per step where the run has none yet.
+            beside: Seconds that runs take beside their steps.
+        """
+        known = self.start_up if self.pace is not None else time.time() - self.job.started
+        return (self.pace or pace) * max(0, self.job.run.steps - self.step) + max(0.0, beside - known)
 
     def line(self) -> str:
-        """What is known of it."""
-        run, left = self.job.run, self.left()
+        """One line about the run."""
+        run = self.job.run
         words = [f"{run.variant:<20} seed {run.seed:<3} step {self.step} of {run.steps}"]
         if self.loss is not None:
             words.append(f"loss {self.loss:.4f}")
-        if left is not None:
-            words.append(f"{duration(left)} left")
+        if self.pace is not None:
+            words.append(f"{duration(self.left(0.0, 0.0))} left")
         if self.job.process is None:
             words.append("(a process that was left behind)")
         return ", ".join(words)
 
 
 class Progress:
-    """Watches a study's runs.
+    """Watches a study's runs. As a context it leaves a terminal as it was.
 
     Args:
         plan: All runs.
@@ -76,50 +94,62 @@ class Progress:
     def __init__(self, plan: Plan, jobs: int, stream: TextIO) -> None:
         self.plan = plan
         self.jobs = jobs
-        self.stream = stream
-        self.live = stream.isatty()
+        self._console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
+        self._live: Live | None = None
         self._watched: dict[str, _Watched] = {}
         self._paces: dict[str, list[float]] = {}
-        self._drawn = 0
+        self._beside: list[float] = []
         self._next = 0.0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._erase()
+
     def started(self, job: Job) -> None:
-        """Say so."""
+        """Report a start."""
         self._watched[job.run.name] = _Watched(job)
-        self._say(f"{job.run.name}: started, log in {job.run.folder / 'log.txt'}")
+        self._console.print(f"{job.run.name}: started, log in {job.run.folder / 'log.txt'}")
 
     def ended(self, run: Run, failure: str | None) -> None:
-        """Say how."""
+        """Report an end."""
         watched = self._watched.pop(run.name)
         watched.look()
-        if watched.pace is not None:
+        beside = watched.beside_steps()
+        if watched.pace is not None and beside is not None:
             self._paces.setdefault(run.variant, []).append(watched.pace)
+            self._beside.append(beside)
+        if not self._watched:
+            self._erase()
         marker = finished(run)
         if failure is not None or marker is None:
-            self._say(f"FAILED: {failure}")
+            self._console.print(f"FAILED: {failure}")
         else:
-            self._say(f"{run.name}: finished, validation loss {marker['metrics']['val/loss']:.4f}")
+            self._console.print(f"{run.name}: finished, validation loss {marker['metrics']['val/loss']:.4f}")
 
     def look(self, running: Sequence[Job], waiting: Sequence[Run]) -> None:
         """Show where things stand, if it is time to."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + INTERVAL
-        for job in list(running):
-            self._watched[job.run.name].look()
         watched = [self._watched[job.run.name] for job in running]
+        for one in watched:
+            one.look()
         total = self.total(watched, waiting)
-        if self.live:
+        if self._console.is_terminal:
             self._redraw([*(one.line() for one in watched), total])
             return
         for one in watched:
             part = one.step * PARTS // one.job.run.steps
             if part > one.said and time.monotonic() - one.spoke >= PAUSE:
                 one.said, one.spoke = part, time.monotonic()
-                self._say(f"{one.line()}; {total}")
+                self._console.print(f"{one.line()}; {total}")
 
     def total(self, watched: Sequence[_Watched], waiting: Sequence[Run]) -> str:
-        """How much of the study is done, and how long the rest takes if it goes on like this."""
+        """Runs that are done, and an estimate of the time left: by the pace of each variant, or of all where it has
+        none yet, and the time that runs take beside their steps, to start and to end.
+        """
         known = {name: list(paces) for name, paces in self._paces.items()}
         for one in watched:
             if one.pace is not None:
@@ -129,27 +159,21 @@ class Progress:
         if not known:
             return text
         other = fmean(pace for paces in known.values() for pace in paces)
-        seconds = 0.0
-        for one in watched:
-            left = one.left()
-            seconds += (one.job.run.steps - one.step) * other if left is None else left
+        beside = fmean(self._beside or [one.start_up for one in watched if one.pace is not None])
+        seconds = sum(one.left(fmean(known.get(one.job.run.variant, [other])), beside) for one in watched)
         for run in waiting:
-            seconds += run.steps * fmean(known.get(run.variant, [other]))
+            seconds += (run.steps - steps_done(run)) * fmean(known.get(run.variant, [other])) + beside
         return f"{text}, about {duration(seconds / max(1, min(self.jobs, len(watched) + len(waiting))))} left"
 
-    def _say(self, line: str) -> None:
-        self._erase()
-        print(line, file=self.stream, flush=True)
-
     def _erase(self) -> None:
-        if self._drawn:
-            self.stream.write(f"\x1b[{self._drawn}A\x1b[J")
-            self._drawn = 0
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
-    def _redraw(self, lines: list[str]) -> None:
-        self._erase()
-        columns = shutil.get_terminal_size().columns
-        for line in lines:
-            print(line[: columns - 1], file=self.stream)  # one that wraps would be two to erase
-        self.stream.flush()
-        self._drawn = len(lines)
+    def _redraw(self, lines: Sequence[str]) -> None:
+        if self._live is None:
+            self._live = Live(
+                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
+        self._live.update(Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines)), refresh=True)

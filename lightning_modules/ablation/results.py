@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,10 @@ from dsv41.files import written_whole
 from lightning_modules.ablation.cost import Cost
 from lightning_modules.ablation.curves import Record
 from lightning_modules.ablation.intervals import Interval, interval, paired
-from lightning_modules.text import markdown_table, readable_count
+from lightning_modules.text import readable_count
+
+WIDTH = 100  # columns of a terminal
+NAME_WIDTH = 28
 
 
 @dataclass(frozen=True)
@@ -104,42 +108,63 @@ def _shown(difference: Interval | None) -> str:
     return f"{mean} [{difference.mean - difference.half:+.4f}, {difference.mean + difference.half:+.4f}]"
 
 
+def _aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with columns of equal width also in its source, for terminals.
+
+    Names in the first column are wrapped: what is left of one follows in a row without other cells.
+    """
+    lines = [list(titles)]
+    for name, *cells in rows:
+        first, *rest = [name[begin : begin + NAME_WIDTH] for begin in range(0, len(name), NAME_WIDTH)]
+        lines += [[first, *cells], *([part, *([""] * len(cells))] for part in rest)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [" | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
+    return "\n".join([f"| {shown[0]} |", f"|{rule}|", *(f"| {line} |" for line in shown[1:])]) + "\n"
+
+
+def _count(count: int) -> str:
+    """All digits of what fits; a prefix for more."""
+    return f"{count:,}" if count < 100_000_000 else readable_count(count)
+
+
 def markdown(rows: Sequence[Row], base: str, notes: Sequence[str] = ()) -> str:
-    """The table, with notes below it."""
-    titles = (
-        "variant",
-        "seeds",
-        "validation loss",
-        f"difference to {base} [95% interval]",
-        "tokens/s",
-        "peak memory",
-        "parameters",
-        "read by a token",
-        "training FLOPs per token",
-    )
-    cells = [
+    """Two tables, of losses and of costs, and notes: Markdown that a terminal of 100 columns shows as it is.
+
+    Args:
+        rows: Of `summarise`.
+        base: Variant that differences are to.
+        notes: Sentences.
+    """
+    losses = [(row.variant, str(row.loss.count), f"{row.loss.mean:.4f}", _shown(row.difference)) for row in rows]
+    costs = [
         (
             row.variant,
-            str(row.loss.count),
-            f"{row.loss.mean:.4f}",
-            _shown(row.difference),
             "" if row.rate is None else f"{row.rate:,.0f}",
             "" if row.memory is None else f"{row.memory:,.0f} MB",
-            "" if row.cost is None else f"{row.cost.parameters:,}",
-            "" if row.cost is None else f"{row.cost.active:,}",
+            "" if row.cost is None else _count(row.cost.parameters),
+            "" if row.cost is None else _count(row.cost.active),
             "" if row.cost is None else readable_count(row.cost.flops),
         )
         for row in rows
     ]
-    below = "\n" + "".join(f"- {note}\n" for note in notes) if notes else ""
-    return markdown_table(titles, cells) + below
+    titles = ("variant", "seeds", "val loss", "difference [95% interval]")
+    text = _aligned(titles, losses) + "\n"
+    text += _aligned(("variant", "tokens/s", "memory", "parameters", "per token", "FLOPs/token"), costs)
+    written = [f"Differences are to {base}.", *notes] if any(row.difference for row in rows) else list(notes)
+    if written:
+        text += "\n" + "".join(
+            textwrap.fill(note, WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False) + "\n"
+            for note in written
+        )
+    return text
 
 
 def notes_on(rows: Sequence[Row], base: str) -> list[str]:
     """Notes below the table: definition of the interval, and limits of the comparison."""
     notes = [
         "Validation loss: nats per token after the last step, mean over seeds. Difference: paired by seed; interval: "
-        "Student's t."
+        "Student's t. Parameters per token: read in a forward pass. FLOPs: of training."
     ]
     lonely = [row.variant for row in rows if row.loss.count == 1]
     if lonely:

@@ -1,12 +1,15 @@
 """One concern per file. Which of them run by default is decided in `lightning_modules.cli`."""
 
 from lightning_modules.callbacks.baseline import UnigramBaseline
+from lightning_modules.callbacks.boards import RunPages
+from lightning_modules.callbacks.final_validation import FinalValidation
 from lightning_modules.callbacks.interrupt import GracefulInterrupt
 from lightning_modules.callbacks.peak_memory import PeakMemory
 from lightning_modules.callbacks.predictions import PredictionFile
 from lightning_modules.callbacks.progress_bar import RunProgressBar
 from lightning_modules.callbacks.run_clock import RunTimer, StepLabels
 from lightning_modules.callbacks.run_config import SaveRunConfig
+from lightning_modules.callbacks.report import RunReport
 from lightning_modules.callbacks.summary import PartSummary
 from lightning_modules.callbacks.throughput import TokenThroughput
 from lightning_modules.callbacks.update_ratio import UpdateRatio
@@ -22,6 +25,7 @@ __all__ = [
     "EngramGates",
     "EngramMemory",
     "ExpertLoad",
+    "FinalValidation",
     "GracefulInterrupt",
     "IndexerRecall",
     "LatestCheckpoint",
@@ -32,6 +36,8 @@ __all__ = [
     "RunTimer",
     "SaveRunConfig",
     "StepLabels",
+    "RunPages",
+    "RunReport",
     "StreamMixers",
     "TokenThroughput",
     "UnigramBaseline",

@@ -6,13 +6,13 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_modules.insight.drawing import show_constant
 
 
 class UnigramBaseline(Callback):
-    """Prints the data's sizes and unigram entropy at the start, and the last validation loss beside it at the end.
+    """Prints the data's sizes and unigram entropy at the start; `RunReport` has it beside the last validation loss.
 
     The entropy, in nats per token, is a result ``val/unigram_entropy`` of every validation. As it stays the same in a
     run, it is no curve but the text ``within/constants/unigram_entropy`` in TensorBoard. Data modules without
@@ -42,14 +42,3 @@ class UnigramBaseline(Callback):
         if self.entropy is not None:
             # Equal on all ranks.
             pl_module.log("val/unigram_entropy", self.entropy, sync_dist=True, reduce_fx="max", logger=False)
-
-    @rank_zero_only
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print both numbers."""
-        loss = trainer.callback_metrics.get("val/loss")
-        if self.entropy is not None and loss is not None:
-            rank_zero_info(
-                f"validation loss {float(loss):.4f} nats per token "
-                f"({float(trainer.callback_metrics['val/bits_per_byte']):.4f} bits per byte), "
-                f"unigram entropy {self.entropy:.4f}, after {trainer.global_step} steps"
-            )

@@ -68,7 +68,7 @@ class LatestCheckpoint(ModelCheckpoint):
         """Save if this batch ended an optimizer step at which a save is due."""
         if inside_accumulation(trainer):
             return
-        if trainer.global_step % self.every_n_steps and not _ends_with_this_batch(trainer):
+        if trainer.global_step % self.every_n_steps and not ends_with_this_batch(trainer):
             return
         if validation_follows(trainer):
             self._due_after_validation = True
@@ -126,7 +126,7 @@ class BestCheckpoint(ModelCheckpoint):
         super().__init__(filename=BEST_NAME, monitor="val/loss", save_top_k=1, enable_version_counter=False)
 
 
-def _ends_with_this_batch(trainer: L.Trainer) -> bool:
+def ends_with_this_batch(trainer: L.Trainer) -> bool:
     """Whether the batch that has just ended is the last of the run."""
     last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
     return (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -418,26 +419,52 @@ class Terminal(io.StringIO):
 def test_progress_is_redrawn_on_a_terminal_and_said_now_and_then_elsewhere(
     study: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
     run, waiting = study.runs[0], study.runs[2]
-    (waiting.folder / "finished.json").unlink()
+    for one in (run, waiting):
+        (one.folder / "finished.json").unlink()
+    for path in (waiting.directory / "checkpoints").iterdir():
+        discard(path)
+    monkeypatch.setattr("lightning_modules.ablation.progress.steps_done", lambda run: 0)
     wall = [event.wall_time for event in scalars(run.directory)["train/loss"]]
     pace = (wall[-1] - wall[0]) / 3
+    # Start-up of 20 seconds, which the waiting run will take as well.
+    left = duration(4 * pace + 20)
     for stream in (Terminal(), io.StringIO()):
-        progress = Progress(study, 1, stream)
-        job = Job(run, subprocess.Popen(["true"]), started=0.0)
+        job = Job(run, subprocess.Popen(["true"]), started=wall[0] - pace - 20)
         assert job.process is not None
         job.process.wait()
-        progress.started(job)
-        line, counts = "seed 0   step 4 of 4, loss", []
-        for seconds in (0.0, PAUSE, 0.0, PAUSE):
-            progress._watched[run.name].spoke -= seconds  # as if they had passed
-            progress._next = 0
-            progress.look([job], [waiting])
-            counts.append(stream.getvalue().count(line))
+        with Progress(study, 1, stream) as progress:
+            progress.started(job)
+            line, counts = "seed 0   step 4 of 4, loss", []
+            for seconds in (0.0, PAUSE, 0.0, PAUSE):
+                progress._watched[run.name].spoke -= seconds  # as if they had passed
+                progress._next = 0
+                progress.look([job], [waiting])
+                counts.append(stream.getvalue().count(line))
         assert counts == ([1, 2, 3, 4] if stream.isatty() else [0, 1, 1, 1])
         out = stream.getvalue()
-        assert ("\x1b[2A\x1b[J" in out) == stream.isatty()
-        assert f"3 of 4 runs finished, about {duration(4 * pace)} left" in out
+        assert ("\x1b[1A\x1b[2K" in out) == ("\x1b[?25l" in out) == stream.isatty()
+        assert not stream.isatty() or out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is there again"
+        assert f"2 of 4 runs finished, about {left} left" in out
+    assert left == "20 s"
+
+
+def test_the_time_left_counts_what_ended_runs_took_beside_their_steps(
+    study: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, waiting = study.runs[0], study.runs[2]
+    (waiting.folder / "finished.json").unlink()
+    monkeypatch.setattr("lightning_modules.ablation.progress.steps_done", lambda run: 0)
+    wall = [event.wall_time for event in scalars(run.directory)["train/loss"]]
+    pace = (wall[-1] - wall[0]) / 3
+    job = Job(run, None, started=wall[0] - pace - 20)
+    monkeypatch.setattr("time.time", lambda: job.started + 4 * pace + 100)
+    progress = Progress(study, 1, io.StringIO())
+    progress.started(job)
+    progress.ended(run, None)
+    assert progress.total([], [waiting, waiting]).endswith(f"about {duration(2 * (4 * pace + 100))} left")
 
 
 def test_every_run_logs_its_peak_memory(finished_study: tuple[Plan, str]) -> None:
@@ -466,10 +493,11 @@ def test_compare_takes_single_runs_with_names_and_another_base(
 ) -> None:
     runs = [run.directory for run in finished_study[0].runs]
     table = compare([f"one={runs[0]}", f"two={runs[1]}"])
-    assert f"| two | 1 | {losses['no_engram', 0]:.4f} | {losses['no_engram', 0] - losses['base', 0]:+.4f} (one" in table
+    difference = losses["no_engram", 0] - losses["base", 0]
+    assert f"| two | 1 | {losses['no_engram', 0]:.4f} | {difference:+.4f} (one" in re.sub(" +", " ", table)
     turned = compare([f"one={runs[0]}", f"two={runs[1]}"], "two")
     assert f"{losses['base', 0] - losses['no_engram', 0]:+.4f} (one seed" in turned
-    assert turned.index("| two |") < turned.index("| one |")
+    assert turned.index("| two ") < turned.index("| one ")
     with pytest.raises(ValueError, match="two runs of base have seed 0"):
         compare([str(runs[0]), str(runs[0])])
     with pytest.raises(ValueError, match="--base: must be one of base, got 'three'"):
@@ -485,9 +513,11 @@ def test_compare_reads_runs_that_this_project_has_not_made(tmp_path: Path) -> No
             writer.add_scalar("val/loss", loss + 1 / (step + 1), step)
             writer.add_scalar(RATE, 100 + step, step)
         writer.close()
-    table = compare([str(tmp_path / "mine"), str(tmp_path / "theirs")])
-    assert "| mine | 1 | 2.2500 |  | 102 |  |  |  |  |" in table
-    assert "| theirs | 1 | 2.7500 |  | 102 |" in table
+    table = re.sub(" +", " ", compare([str(tmp_path / "mine"), str(tmp_path / "theirs")]))
+    assert "| mine | 1 | 2.2500 | |" in table
+    assert "| mine | 102 | | | | |" in table
+    assert "| theirs | 1 | 2.7500 | |" in table
+    assert "| theirs | 102 |" in table
     assert "No seed in common with mine, so no difference: theirs." in table
     SummaryWriter(str(tmp_path / "empty")).close()
     with pytest.raises(ValueError, match="empty: has no val/loss, so there is nothing to compare"):

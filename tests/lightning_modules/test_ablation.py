@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -254,6 +255,11 @@ def record(variant: str, seed: int | None, loss: float, **changes: Any) -> Recor
     return replace(made, **changes)
 
 
+def squeezed(table: str) -> str:
+    """A table without the spaces that align it."""
+    return re.sub(r" +", " ", table)
+
+
 def test_the_table_has_means_paired_differences_and_costs() -> None:
     runs = [record("base", 0, 1.0), record("base", 1, 3.0), record("b", 1, 3.5), record("b", 0, 1.1)]
     base, row = summarise(runs, "base")
@@ -262,8 +268,30 @@ def test_the_table_has_means_paired_differences_and_costs() -> None:
     assert row.difference == Interval(pytest.approx(0.3), pytest.approx(12.7062 * 0.2, rel=1e-4), 2)
     assert (row.rate, row.memory, row.steps) == (100.5, 51.0, (4, 4))
     table = markdown([base, row], "base")
-    assert "| b | 2 | 2.3000 | +0.3000 [-2.2412, +2.8412] | 100 | 51 MB | 10 | 5 | 2.5 k |" in table
-    assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert "| b | 2 | 2.3000 | +0.3000 [-2.2412, +2.8412] |" in squeezed(table)
+    assert "| b | 100 | 51 MB | 10 | 5 | 2.5 k |" in squeezed(table)
+    losses, costs, notes = table.split("\n\n")
+    for part in (losses, costs):
+        assert (
+            len({line.count("|") for line in part.splitlines()}) == len({len(line) for line in part.splitlines()}) == 1
+        )
+    assert notes == "- Differences are to base.\n"
+
+
+def test_the_tables_fit_a_terminal_of_100_columns() -> None:
+    long = "a-variant-with-a-name-that-is-longer-than-most-and-says-everything"
+    cost = Cost(748_000_000_000, 52_000_000, 2.5e12)
+    runs = [
+        record(name, seed, loss, cost=cost, rate=1_234_567.0, memory=123_456.0)
+        for name, loss in (("base", 1.0), (long, 3.0))
+        for seed in (0, 1)
+    ]
+    rows = summarise(runs, "base")
+    table = markdown(rows, "base", [*notes_on(rows, "base"), "word " * 60])
+    assert max(map(len, table.splitlines())) <= 100
+    names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert "".join(names) == 2 * f"variantbase{long}"
+    assert "| base | 1,234,567 | 123,456 MB | 748.0 G | 52,000,000 | 2.5 T |" in squeezed(table)
 
 
 def test_one_seed_has_no_interval_and_says_so() -> None:

@@ -78,7 +78,7 @@ def test_every_step_is_in_every_curve_once(
     for tag, steps in found.items():
         if tag == "epoch" or tag.startswith(("train/tokens_per_sec", "train/mfu")):
             continue  # beside each of several groups of numbers; rates over the batches since the process began
-        if tag.startswith("lr-"):  # logged before every batch
+        if tag.startswith("train/lr/"):  # logged before every batch
             assert steps == sorted(accumulation * list(range(STEPS))), tag
         else:
             assert steps in (list(range(STEPS)), validated), tag
