@@ -37,11 +37,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from dsv41 import DeepseekV41TextConfig
-from dsv41.engram import layer as engram
 from dsv41.engram import token_map
 from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.engram.table import EngramTable
 from dsv41.engram.token_map import compressed_token_map
+from dsv41.ops import engram_gate
 
 STREAMS = 4
 COLUMNS = 48  # row ids per token: two layers, three n-gram sizes, eight heads
@@ -94,7 +94,6 @@ def hash_part(options: argparse.Namespace) -> Iterator[Setting]:
 def gate_part(options: argparse.Namespace) -> Iterator[Setting]:
     """The gate core, eager and compiled."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    engram.compile_engram_gate()
     for dtype in (torch.float32, torch.bfloat16):
         for tokens in options.tokens:
             shapes = [(1, tokens, STREAMS, options.hidden), (1, tokens, STREAMS * options.hidden)]
@@ -110,8 +109,8 @@ def gate_part(options: argparse.Namespace) -> Iterator[Setting]:
                 f"{tokens} tokens of {STREAMS} x {options.hidden}, {str(dtype).removeprefix('torch.')}",
                 0,
                 {
-                    "eager": lambda step=step: step(engram._engram_gate_core),
-                    "compiled": lambda step=step: step(engram._engram_gate),
+                    "eager": lambda step=step: step(engram_gate.gate_memory),
+                    "compiled": lambda step=step: step(engram_gate.IMPLEMENTATIONS["compiled"]),
                 },
             )
 

@@ -25,7 +25,7 @@ from measure import median_seconds, peak_bytes, write_json
 from torch import Tensor
 
 from dsv41 import BackendConfig, DeepseekV41TextConfig
-from dsv41.hyper_connections import (HyperConnection)
+from dsv41.hyper_connections import HyperConnection
 from dsv41.ops.mixing import expand
 
 STREAMS = 4

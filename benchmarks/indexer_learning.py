@@ -23,7 +23,7 @@ from measure import median_seconds, peak_bytes, write_json
 
 from dsv41 import BackendConfig, DeepseekV41TextConfig
 from dsv41.attention import AttentionState, DeepseekV41Attention
-from dsv41.indexer import (LearnedIndexer)
+from dsv41.indexer import LearnedIndexer
 
 
 def make_layer(indexer: str, length: int, options: argparse.Namespace) -> DeepseekV41Attention:

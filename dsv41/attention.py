@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dsv41.backend import BackendConfig
 from dsv41.compressor import Compressor
 from dsv41.config import DeepseekV41TextConfig
-from dsv41.indexer import (build_indexer)
+from dsv41.indexer import build_indexer
 from dsv41.initialization import NamedDraws
 from dsv41.ops.norm import RMSNorm
 from dsv41.ops.quantization import fake_quantize

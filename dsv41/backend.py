@@ -34,7 +34,7 @@ class BackendConfig:
             tokens change).
         loss: "chunked" makes loss and gradients from the logits of a few positions at a time and keeps none, so that
             `logits` is None where labels are given; "full" makes all logits first and returns them beside the loss.
-        compile_engram: Run the Engram gate through `dsv41.engram.compile_engram_gate` (whole process).
+        compile_engram: Run the Engram gate through ``torch.compile`` (`dsv41.ops.engram_gate`).
         compile_hc: Run the mixing of the residual streams through ``torch.compile`` (`dsv41.ops.mixing`).
         sparse_table_gradient: Give Engram tables row-sparse gradients, so that a step allocates nothing of their size.
             For an optimizer that takes them, such as torch's SGD or SparseAdam (AdamW does not). `dsv41 fit` sets it

@@ -33,7 +33,7 @@ from dsv41.engram import build_engram
 from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.engram.table import EngramTable
 from dsv41.engram.token_map import fast_backend
-from dsv41.hyper_connections import (build_residual)
+from dsv41.hyper_connections import build_residual
 from dsv41.inherited import InheritedMethods, check_forward_options, for_inference_when_exported
 from dsv41.initialization import initialize_parameters
 from dsv41.inputs import TokenInputs, check_inputs, check_labels, select_positions

@@ -99,7 +99,7 @@ def _main(args: list[str]) -> None:
 
 
 def _run(args: list[str]) -> None:
-    from lightning_modules import help_screen
+    from lightning_modules.options import help_screen
 
     words = help_screen.without_first_screen(args)
     if words is None:

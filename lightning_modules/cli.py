@@ -34,8 +34,6 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.plugins import DoublePrecision
 
 from dsv41.config import DeepseekV41TextConfig
-from lightning_modules.arguments import READING, prepared
-from lightning_modules import help_screen
 from lightning_modules.callbacks import (
     BestCheckpoint,
     EngramGates,
@@ -48,12 +46,12 @@ from lightning_modules.callbacks import (
     PartSummary,
     PeakMemory,
     PredictionFile,
+    RunPages,
     RunProgressBar,
+    RunReport,
     RunTimer,
     SaveRunConfig,
     StepLabels,
-    RunPages,
-    RunReport,
     StreamMixers,
     TokenThroughput,
     UnigramBaseline,
@@ -62,19 +60,21 @@ from lightning_modules.callbacks import (
 from lightning_modules.checkpoint.find import BEST_NAME, CONFIG, NAMES, missing, run_of
 from lightning_modules.checkpoint.run_directory import check_new_run, check_resumed_run, resolve
 from lightning_modules.checkpoint.single_file import AtomicCheckpointIO
-from lightning_modules.chosen_classes import chosen_class, written_out
-from lightning_modules.chosen_optimizer import add_optimizer_options, use_chosen_optimizer
+from lightning_modules.command_line.arguments import READING, prepared
+from lightning_modules.command_line.chosen_optimizer import add_optimizer_options, use_chosen_optimizer
+from lightning_modules.command_line.ranges import require_ranges
+from lightning_modules.command_line.trainer_options import check_trainer_options, slurm_plugin
 from lightning_modules.data import TextDataModule
-from lightning_modules.metric_names import METRICS
-from lightning_modules.option_ranges import require_ranges
-from lightning_modules.parsed_options import require_options
-from lightning_modules.parser_messages import in_one_line
-from lightning_modules.paths import expand_paths
+from lightning_modules.options import help_screen
+from lightning_modules.options.classes import chosen_class, written_out
+from lightning_modules.options.messages import in_one_line
+from lightning_modules.options.metric_names import METRICS
+from lightning_modules.options.parsed import require_options
+from lightning_modules.options.paths import expand_paths
+from lightning_modules.options.safe_yaml import load_plain
 from lightning_modules.preflight import require_monitors, require_options_of_trainer
-from lightning_modules.safe_yaml import load_plain
 from lightning_modules.strategy import EngramFSDPStrategy
 from lightning_modules.task import DeepseekV41Task
-from lightning_modules.trainer_options import check_trainer_options, slurm_plugin
 from lightning_modules.training.lightning_private import load_only_what_is_asked_for, share_version
 from lightning_modules.transfer.pretrained import require_folder
 

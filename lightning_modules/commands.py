@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_modules.paths import expanded
+from lightning_modules.options.paths import expanded
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

@@ -13,11 +13,11 @@ from dsv41.config import DeepseekV41TextConfig
 from dsv41.cost import PARTS, flops_per_sequence, part_of
 from dsv41.weights.writing import size_in_bytes
 from lightning_modules.budget import RankBytes, active_parameters, bytes_per_rank, named_parameters
-from lightning_modules.chosen_classes import chosen_class, written_out
 from lightning_modules.cli import DeepseekV41CLI, Parser
 from lightning_modules.data import TextDataModule
 from lightning_modules.data.tokenization import DEEPSEEK_VOCAB_SIZE, load_tokenizer
 from lightning_modules.optim.groups import OptimizerConfig
+from lightning_modules.options.classes import chosen_class, written_out
 from lightning_modules.task import DeepseekV41Task
 from lightning_modules.text import plain_table, readable_count, readable_size
 

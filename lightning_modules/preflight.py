@@ -16,7 +16,7 @@ from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41TextConfig
 from lightning_modules.budget import FP32, bytes_per_rank, named_parameters
 from lightning_modules.optim.groups import OptimizerConfig
 from lightning_modules.optim.schedule import ScheduleConfig
-from lightning_modules.parser_messages import nearest
+from lightning_modules.options.messages import nearest
 from lightning_modules.strategy import EngramFSDPStrategy
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed")

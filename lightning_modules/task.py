@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM, DeepseekV41TextConfig
 from dsv41.config import IGNORE_INDEX
 from dsv41.cost import watched_part
-from dsv41.indexer import (LearnedIndexer, learns_selection)
+from dsv41.indexer import LearnedIndexer, learns_selection
 from dsv41.model import TrainingReport
 from dsv41.moe import imbalance, move_biases_
 from dsv41.ops.cross_entropy import next_tokens

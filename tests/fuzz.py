@@ -32,7 +32,7 @@ from lightning_modules import __main__ as entry
 from lightning_modules import commands
 from lightning_modules.cli import main as run_cli
 from lightning_modules.inspecting import Parsed
-from lightning_modules.parser_messages import option_names
+from lightning_modules.options.messages import option_names
 from lightning_modules.transfer import export, import_weights
 
 assert run_cli

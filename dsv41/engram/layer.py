@@ -6,15 +6,12 @@
     gate_c = sigmoid(sign(dot_c) * sqrt(max(|dot_c|, 1e-6)))
     h_c   += gate_c * value
 
-V4.1 has no short convolution. The gate core is a pure function: it can be compiled for the whole process with
-`compile_engram_gate` without touching parameters or modules.
+V4.1 has no short convolution. The gate core (`ops/engram_gate.py`) is a pure function, eager or compiled.
 
 Shapes: B batch, S sequence, C streams, H hidden, d engram_head_dim, cols = (N - 1) * heads.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -26,79 +23,24 @@ from dsv41.engram.hash import DeepseekV41NgramHash
 from dsv41.engram.table import EngramTable
 from dsv41.engram.token_map import compressed_token_map
 from dsv41.initialization import NamedDraws
-from dsv41.ops.compiled import CompiledCore
+from dsv41.ops.engram_gate import IMPLEMENTATIONS, engram_gates
 from dsv41.ops.precision import full_precision, widen
 
 __all__ = ["DeepseekV41Engram", "DeepseekV41NgramHash", "compile_engram_gate", "compressed_token_map", "engram_gates"]
 
 
-def engram_gates(streams: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
-    """Gates of the memory, per token and stream, as the core computes them; for inspection.
-
-    Args:
-        streams: [B, S, C, H], at least fp32.
-        key: [B, S, C * H].
-        q_weight: Norm weight of the streams [C, H].
-        k_weight: Norm weight of the keys [C, H].
-        eps: RMS epsilon.
-
-    Returns:
-        [B, S, C] in (0, 1) and in the dtype of `streams`, of every token, also those that the core masks.
-    """
-    keys = widen(key).unflatten(-1, streams.shape[-2:])
-    rstd_h = torch.rsqrt(streams.square().mean(-1) + eps)
-    rstd_k = torch.rsqrt(keys.square().mean(-1) + eps)
-    weight = q_weight.to(streams.dtype) * k_weight.to(streams.dtype)
-    dot = (streams * weight * keys).sum(-1) * rstd_h * rstd_k * streams.shape[-1] ** -0.5
-    return torch.sigmoid(dot.sign() * dot.abs().clamp_min(1e-6).sqrt())
-
-
-def _engram_gate_core(
-    hidden_states: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    token_mask: Tensor | None,
-) -> Tensor:
-    """Gate the memory value and add it to the streams.
-
-    Args:
-        hidden_states: Streams [B, S, C, H].
-        key: [B, S, C * H].
-        value: [B, S, H].
-        q_weight: Norm weight of the streams [C, H].
-        k_weight: Norm weight of the keys [C, H].
-        eps: RMS epsilon.
-        token_mask: Bool [B, S]; a false token keeps its streams unchanged. None is all true.
-
-    Returns:
-        [B, S, C, H] in the dtype of `hidden_states`; arithmetic at least fp32.
-    """
-    streams = widen(hidden_states)
-    gate = engram_gates(streams, key, q_weight, k_weight, eps)
-    if token_mask is not None:
-        gate = gate * token_mask.unsqueeze(-1)
-    return (streams + gate.unsqueeze(-1) * widen(value).unsqueeze(-2)).to(hidden_states.dtype)
-
-
-GateCore = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
-
-# Gate core of every Engram in this process. Compilation caches belong to the process, so the switch does too.
-_engram_gate: GateCore = _engram_gate_core
+# Whether every Engram of this process runs the compiled gate, whatever its backend says.
 _ENGRAM_GATE_COMPILED = False
 
 
 def compile_engram_gate() -> None:
-    """Swap the gate core of this process for a ``torch.compile(dynamic=False)`` one; calling again does nothing.
+    """Let every Engram of this process run the ``torch.compile(dynamic=False)`` gate; calling again does nothing.
 
-    See `CompiledCore` for shapes, rounding and the fallback without a compiler.
+    `BackendConfig.compile_engram` asks for it model by model. See `CompiledCore` for shapes, rounding and the fallback
+    without a compiler.
     """
-    global _engram_gate, _ENGRAM_GATE_COMPILED
-    if not _ENGRAM_GATE_COMPILED:
-        _engram_gate = CompiledCore("Engram gate", _engram_gate_core)
-        _ENGRAM_GATE_COMPILED = True
+    global _ENGRAM_GATE_COMPILED
+    _ENGRAM_GATE_COMPILED = True
 
 
 class DeepseekV41Engram(nn.Module):
@@ -119,8 +61,7 @@ class DeepseekV41Engram(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if backend.compile_engram:
-            compile_engram_gate()
+        self.compiled = backend.compile_engram
         self.eps = config.rms_norm_eps
         self.layer_hash_index = config.engram_layer_ids.index(layer_idx)
         assert config.engram_num_embeddings is not None  # filled in by the configuration
@@ -165,7 +106,8 @@ class DeepseekV41Engram(nn.Module):
         """
         key, value = self.wkv(self._rows(hash_ids)).split((self.key_width, hidden_states.shape[-1]), dim=-1)
         with full_precision(hidden_states):
-            return _engram_gate(hidden_states, key, value, self.q_weight, self.k_weight, self.eps, token_mask)
+            gate = IMPLEMENTATIONS["compiled" if self.compiled or _ENGRAM_GATE_COMPILED else "eager"]
+            return gate(hidden_states, key, value, self.q_weight, self.k_weight, self.eps, token_mask)
 
 
 class OpenEngram(DeepseekV41Engram):

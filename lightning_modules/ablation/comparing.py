@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_modules.ablation.curves import NoLossError, Record, read_run, run_directories
 from lightning_modules.ablation.results import markdown, notes_on, summarise
-from lightning_modules.paths import expanded
+from lightning_modules.options.paths import expanded
 
 
 def _named(word: str) -> tuple[str | None, Path]:

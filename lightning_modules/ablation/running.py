@@ -31,7 +31,7 @@ from dsv41.files import remove_whole, written_whole
 from lightning_modules.ablation.plan import PLACE, Run, flat
 from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.checkpoint.find import find_checkpoint, step_of
-from lightning_modules.safe_yaml import load_plain
+from lightning_modules.options.safe_yaml import load_plain
 from lightning_modules.transfer.export import open_checkpoint
 
 CONFIG = "run.yaml"

@@ -24,8 +24,8 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from lightning_modules.paths import expanded
-from lightning_modules.safe_yaml import load_plain
+from lightning_modules.options.paths import expanded
+from lightning_modules.options.safe_yaml import load_plain
 
 Match = Literal["none", "parameters", "flops"]
 BASE = "base"

@@ -7,9 +7,9 @@ from lightning_modules.callbacks.interrupt import GracefulInterrupt
 from lightning_modules.callbacks.peak_memory import PeakMemory
 from lightning_modules.callbacks.predictions import PredictionFile
 from lightning_modules.callbacks.progress_bar import RunProgressBar
+from lightning_modules.callbacks.report import RunReport
 from lightning_modules.callbacks.run_clock import RunTimer, StepLabels
 from lightning_modules.callbacks.run_config import SaveRunConfig
-from lightning_modules.callbacks.report import RunReport
 from lightning_modules.callbacks.summary import PartSummary
 from lightning_modules.callbacks.throughput import TokenThroughput
 from lightning_modules.callbacks.update_ratio import UpdateRatio
@@ -32,12 +32,12 @@ __all__ = [
     "PartSummary",
     "PeakMemory",
     "PredictionFile",
+    "RunPages",
     "RunProgressBar",
+    "RunReport",
     "RunTimer",
     "SaveRunConfig",
     "StepLabels",
-    "RunPages",
-    "RunReport",
     "StreamMixers",
     "TokenThroughput",
     "UnigramBaseline",

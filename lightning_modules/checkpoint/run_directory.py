@@ -35,7 +35,7 @@ from lightning_modules.checkpoint.find import (
     step_of,
     steps_in,
 )
-from lightning_modules.safe_yaml import load_plain
+from lightning_modules.options.safe_yaml import load_plain
 
 # Options by which loggers take the name of an existing run.
 _VERSION_OPTIONS = ("version", "run_id", "id", "experiment_key")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dsv41.hyper_connections import (HyperConnection)
+from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block, DeepseekV41ForCausalLM
 from dsv41.ops.mixing import sinkhorn
 from lightning_modules.insight.drawing import Array, boards, colour_bar, heat_map, new_axes, show

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from dsv41.attention import DeepseekV41Attention
 from dsv41.config.fields import Flag
 from dsv41.engram.table import EngramTable
-from dsv41.hyper_connections import (HyperConnection)
+from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block, DeepseekV41ForCausalLM
 from lightning_modules.text import first_few
 

@@ -11,7 +11,7 @@ import yaml
 from dsv41.weights.card import RunNumbers
 from lightning_modules.checkpoint import rule as checkpoint_rule
 from lightning_modules.checkpoint.find import CONFIG
-from lightning_modules.safe_yaml import load_plain
+from lightning_modules.options.safe_yaml import load_plain
 
 
 def saved_configuration(run: Path) -> dict[str, Any]:

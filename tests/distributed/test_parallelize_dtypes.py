@@ -23,7 +23,7 @@ from dsv41.attention import AttentionCore, DeepseekV41Attention
 from dsv41.compressor import Compressor
 from dsv41.engram import DeepseekV41Engram
 from dsv41.engram.table import EngramTable
-from dsv41.hyper_connections import (HyperConnection)
+from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block, DeepseekV41Model
 from dsv41.moe import Experts, Router, SharedExpert
 from lightning_modules.parallel.fsdp import ParallelOptions

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from dsv41 import BackendConfig
-from dsv41.hyper_connections import (HyperConnection)
+from dsv41.hyper_connections import HyperConnection
 from dsv41.model import DeepseekV41Block, DeepseekV41ForCausalLM
 from dsv41.moe import Experts, Router
 from lightning_modules.callbacks import TokenThroughput, UpdateRatio, throughput

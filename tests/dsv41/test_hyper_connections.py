@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import dsv41
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState
-from dsv41.hyper_connections import (HyperConnection)
+from dsv41.hyper_connections import HyperConnection
 from dsv41.inputs import check_inputs
 from dsv41.ops import mixing
 from dsv41.ops.compiled import CompiledCore

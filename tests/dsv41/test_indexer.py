@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState, DeepseekV41Attention
-from dsv41.indexer import (Indexer)
+from dsv41.indexer import Indexer
 from dsv41.ops import dense_attention
 from dsv41.ops.quantization import fake_quantize
 from dsv41.ops.rope import layer_frequencies, rotation_table

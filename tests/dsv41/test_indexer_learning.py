@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv41 import BackendConfig, DeepseekV41Config, DeepseekV41ForCausalLM
 from dsv41.attention import AttentionState, DeepseekV41Attention
-from dsv41.indexer import (Indexer, LearnedIndexer, build_indexer, learns_selection)
+from dsv41.indexer import Indexer, LearnedIndexer, build_indexer, learns_selection
 from dsv41.ops import divergence as divergence_file
 from dsv41.ops.dense_attention import attention_weights, window_mask
 from dsv41.ops.divergence import divergence

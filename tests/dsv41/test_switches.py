@@ -18,8 +18,8 @@ from dsv41.checkpoint import save_released
 from dsv41.config import SWITCHES
 from dsv41.engram import OpenEngram
 from dsv41.engram.hash import DeepseekV41NgramHash, hash_multipliers
-from dsv41.hyper_connections import (HyperConnection, PlainResidual, UnconstrainedHyperConnection, build_residual)
-from dsv41.indexer import (learns_selection)
+from dsv41.hyper_connections import HyperConnection, PlainResidual, UnconstrainedHyperConnection, build_residual
+from dsv41.indexer import learns_selection
 from dsv41.ops.quantization import fake_quantize
 from dsv41.ops.rope import layer_frequencies, rotate, rotation_table
 

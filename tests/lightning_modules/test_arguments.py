@@ -9,9 +9,9 @@ import yaml
 from jsonargparse import Namespace
 
 from lightning_modules import commands
-from lightning_modules.arguments import check_environment, values_of, with_joined_name, with_saved_config
 from lightning_modules.cli import main
-from lightning_modules.paths import PATH_OPTIONS, expand_paths, expanded
+from lightning_modules.command_line.arguments import check_environment, values_of, with_joined_name, with_saved_config
+from lightning_modules.options.paths import PATH_OPTIONS, expand_paths, expanded
 
 RELEASE = "748 billion"
 OVERLAYS = Path(__file__).parents[2] / "configs" / "overlays"

@@ -26,7 +26,16 @@ pytestmark = pytest.mark.filterwarnings(
 
 Content = dict[str, Any]
 FILE = Path("a.ckpt")
-NONSENSE = object()
+
+
+class Nonsense:
+    """A value that no checkpoint has; it is written out in the names of tests."""
+
+    def __repr__(self) -> str:
+        return "nonsense"
+
+
+NONSENSE = Nonsense()
 
 
 @pytest.fixture(scope="module")

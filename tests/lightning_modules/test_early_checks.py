@@ -12,16 +12,15 @@ import pytest
 import yaml
 from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning_modules.data.prepared import PreparedText
 
 from dsv41 import DeepseekV41TextConfig
 from dsv41.config.fields import Flag
 from lightning_modules import __main__ as entry
 from lightning_modules.cli import DeepseekV41CLI, main
+from lightning_modules.command_line.ranges import RULES
 from lightning_modules.data import TextDataModule
 from lightning_modules.inspecting import Parsed
-from lightning_modules.metric_names import METRICS
-from lightning_modules.option_ranges import RULES
+from lightning_modules.options.metric_names import METRICS
 
 
 @pytest.fixture
@@ -29,13 +28,13 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Records every look at the data; the test ends with an error if there was one."""
     looks: list[str] = []
     for name in ("tokenizer", "splits", "stores", "fingerprint", "byte_lengths"):
-        real = PreparedText.__dict__[name]
+        real = TextDataModule.__dict__[name]
 
-        def seen(self: PreparedText, name: str = name, real: Any = real) -> Any:
+        def seen(self: TextDataModule, name: str = name, real: Any = real) -> Any:
             looks.append(name)
-            return real.__get__(self, PreparedText)
+            return real.__get__(self, TextDataModule)
 
-        monkeypatch.setattr(PreparedText, name, property(seen))
+        monkeypatch.setattr(TextDataModule, name, property(seen))
     yield looks
     assert looks == []
 

@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from lightning_modules import __main__ as entry
-from lightning_modules import cli, help_screen
+from lightning_modules import cli
+from lightning_modules.options import help_screen
 
 OPTION = re.compile(r"^  (--[\w.]+)", re.MULTILINE)
 

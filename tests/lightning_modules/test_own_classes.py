@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 
-from lightning_modules.chosen_classes import written_out
 from lightning_modules.cli import DeepseekV41CLI, get_cli, main
 from lightning_modules.inspecting import Parsed
+from lightning_modules.options.classes import written_out
 from lightning_modules.task import DeepseekV41Task
 
 MODULE = '''

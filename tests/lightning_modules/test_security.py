@@ -26,8 +26,8 @@ from lightning_modules.ablation.study import read_study
 from lightning_modules.cli import main
 from lightning_modules.data.tokenization import load_tokenizer
 from lightning_modules.inspecting import Parsed
-from lightning_modules.parsed_options import require_options, require_parts
-from lightning_modules.safe_yaml import load_plain
+from lightning_modules.options.parsed import require_options, require_parts
+from lightning_modules.options.safe_yaml import load_plain
 from lightning_modules.strategy import EngramFSDPStrategy
 from lightning_modules.transfer.pretrained import default_options
 

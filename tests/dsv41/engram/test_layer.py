@@ -32,10 +32,12 @@ from dsv41.engram import DeepseekV41Engram, compile_engram_gate
 from dsv41.engram import layer as engram_module
 from dsv41.engram.table import EngramTable
 from dsv41.initialization import NamedDraws
+from dsv41.ops import engram_gate
+from dsv41.ops.compiled import CompiledCore
 
 EPS = 1e-20
 # The plain function, bound before any test swaps what the module calls.
-gate_core = engram_module._engram_gate_core
+gate_core = engram_gate.gate_memory
 
 
 def gate_inputs(
@@ -496,14 +498,15 @@ def counting_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounte
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", quick)
-    monkeypatch.setattr(engram_module, "_engram_gate", gate_core)
+    monkeypatch.setitem(engram_gate.IMPLEMENTATIONS, "compiled", CompiledCore("Engram gate", gate_core))
     monkeypatch.setattr(engram_module, "_ENGRAM_GATE_COMPILED", False)
     yield counter
     torch._dynamo.reset()
 
 
 def current_gate(inputs: dict[str, Tensor], mask: Tensor | None = None) -> Tensor:
-    return engram_module._engram_gate(*inputs.values(), EPS, mask)  # type: ignore[arg-type]
+    name = "compiled" if engram_module._ENGRAM_GATE_COMPILED else "eager"
+    return engram_gate.IMPLEMENTATIONS[name](*inputs.values(), EPS, mask)  # type: ignore[arg-type]
 
 
 def test_compiled_gate_makes_one_graph_per_shape(counting_compiler: CompileCounterWithBackend) -> None:
@@ -517,12 +520,9 @@ def test_compiled_gate_makes_one_graph_per_shape(counting_compiler: CompileCount
 
 def test_compiling_twice_is_harmless(counting_compiler: CompileCounterWithBackend) -> None:
     compile_engram_gate()
-    gate = engram_module._engram_gate
-    assert gate is not gate_core
     inputs = gate_inputs(torch.float32)
     current_gate(inputs)
     compile_engram_gate()
-    assert engram_module._engram_gate is gate
     current_gate(inputs)
     assert counting_compiler.frame_count == 1
 
@@ -550,12 +550,11 @@ def test_a_model_that_asks_for_it_runs_the_compiled_gate_and_equals_eager(
     eager = golden_model(backend=BackendConfig(loss="full")).double()
     expected = eager(**arguments)
     expected.loss.backward()
-    assert engram_module._engram_gate is gate_core
     assert counting_compiler.frame_count == 0
     model = golden_model(backend=BackendConfig(loss="full", compile_engram=True)).double()
     out = model(**arguments)
     out.loss.backward()
-    assert engram_module._engram_gate is not gate_core
+    assert not engram_module._ENGRAM_GATE_COMPILED, "the model asks for itself alone"
     assert counting_compiler.frame_count == 1, "both Engram layers share one shape"
     live = golden["attention_mask"].bool()
     torch.testing.assert_close(out.logits[live], expected.logits[live], atol=1e-11, rtol=0)
@@ -583,7 +582,7 @@ def test_a_failing_compiler_warns_once_and_runs_eager(
         return fail
 
     monkeypatch.setattr(torch, "compile", broken)
-    monkeypatch.setattr(engram_module, "_engram_gate", gate_core)
+    monkeypatch.setitem(engram_gate.IMPLEMENTATIONS, "compiled", CompiledCore("Engram gate", gate_core))
     monkeypatch.setattr(engram_module, "_ENGRAM_GATE_COMPILED", False)
     compile_engram_gate()
     inputs = gate_inputs(torch.float32)
@@ -605,6 +604,8 @@ import logging, sys
 import torch
 from torch._dynamo.utils import counters
 from dsv41.engram import layer as engram
+from dsv41.ops import engram_gate
+from dsv41.ops.compiled import CompiledCore
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
 generator = torch.Generator().manual_seed(0)
@@ -614,22 +615,20 @@ value = torch.randn(2, 5, 8, generator=generator).requires_grad_()
 q, k = ((1 + torch.randn(3, 8, generator=generator) / 2).requires_grad_() for _ in range(2))
 leaves = (h, key, value, q, k)
 mask = torch.tensor([[True] * 5, [True, True, True, False, False]])
-core = engram._engram_gate_core
+core = engram_gate.gate_memory
 
 print("BROKEN")
 with torch._inductor.config.patch({"cpp.cxx": (None, sys.argv[1] + "/no-such-compiler")}):
-    engram.compile_engram_gate()
     for _ in range(2):
-        out = engram._engram_gate(*leaves, 1e-20, mask)
+        out = engram_gate.IMPLEMENTATIONS["compiled"](*leaves, 1e-20, mask)
         assert torch.equal(out, core(*leaves, 1e-20, mask))
         assert torch.autograd.grad(out.sum(), h)[0].any()
 
 print("WORKING")
 torch._dynamo.reset()
 counters.clear()
-engram._engram_gate, engram._ENGRAM_GATE_COMPILED = core, False
-engram.compile_engram_gate()
-compiled, eager = engram._engram_gate(*leaves, 1e-20, mask), core(*leaves, 1e-20, mask)
+engram_gate.IMPLEMENTATIONS["compiled"] = CompiledCore("Engram gate", core)
+compiled, eager = engram_gate.IMPLEMENTATIONS["compiled"](*leaves, 1e-20, mask), core(*leaves, 1e-20, mask)
 torch.testing.assert_close(compiled, eager, atol=1e-6, rtol=1e-5)
 for ours, theirs in zip(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (compiled, eager)), strict=True):
     assert theirs.abs().max() > 0

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from lightning_modules.safe_yaml import load_plain
+from lightning_modules.options.safe_yaml import load_plain
 
 OPTIONS = {"model": "model_class", "data": "data_class"}
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")

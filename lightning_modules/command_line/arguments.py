@@ -12,8 +12,8 @@ import yaml
 
 from lightning_modules.checkpoint.find import NAMES
 from lightning_modules.checkpoint.run_directory import require_configuration
-from lightning_modules.paths import expanded
-from lightning_modules.safe_yaml import load_plain
+from lightning_modules.options.paths import expanded
+from lightning_modules.options.safe_yaml import load_plain
 from lightning_modules.transfer.pretrained import default_options
 
 READING = ("validate", "test", "predict")  # subcommands that only read a checkpoint
