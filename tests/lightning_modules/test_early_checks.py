@@ -27,7 +27,7 @@ from lightning_modules.options.metric_names import METRICS
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Records every look at the data; the test ends with an error if there was one."""
     looks: list[str] = []
-    for name in ("tokenizer", "splits", "stores", "fingerprint", "byte_lengths"):
+    for name in ("fast_tokenizer", "splits", "stores", "_fingerprint", "_byte_lengths"):
         real = TextDataModule.__dict__[name]
 
         def seen(self: TextDataModule, name: str = name, real: Any = real) -> Any:

@@ -29,19 +29,19 @@ def _read(path: Path, field: str = "text") -> tuple[list[Document], LeftOut]:
 def test_folder_of_notes_is_read_whole_and_the_rest_is_counted(tmp_path: Path) -> None:
     contents = {
         "a.txt.zst": zstd.compress(b"a"),
-        "b.json.gz": gzip.compress(RECORDS),
+        "b.json.gz": gzip.compress(RECORDS, mtime=0),
         "c.ndjson": RECORDS,
         "d": b"d",
         "e.org": b"e",
         "f.jsonl.zst": zstd.compress(RECORDS),
         "g.json.zst": zstd.compress(b'{"other": 1,\n"text": 2}'),  # One JSON value, no record of ours.
         "h.json": b'{"text": "h"}',  # As it is: a text among others.
-        "i.NDJSON.GZ": gzip.compress(RECORDS),
+        "i.NDJSON.GZ": gzip.compress(RECORDS, mtime=0),
         "p.png": PNG,
         "q.txt": b"caf\xe9",
         "r.bz2": bz2.compress(b"text " * 99),
         "s.txt": "ab".encode("utf-16-le") * 9,
-        "t.tar.gz": gzip.compress(b"name" + bytes(508)),
+        "t.tar.gz": gzip.compress(b"name" + bytes(508), mtime=0),
         "u.txt": b"",
         "v.txt": b"\xef\xbb\xbf",
     }
@@ -102,7 +102,7 @@ def test_unreadable_files_are_counted(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_large_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LARGEST_TEXT", 10)
     (tmp_path / "a").write_bytes(b"x" * 11)
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 11))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 11, mtime=0))
     (tmp_path / "b").write_bytes(b"x" * 10)
     documents, left_out = _read(tmp_path)
     assert documents == [Document("b", "x" * 10)]
@@ -139,12 +139,12 @@ def test_mark_within_records_is_dropped(tmp_path: Path) -> None:
         ("a.txt", b"x" * 9000 + b"\0", r"a\.txt is binary"),
         ("a.txt", b"", r"holds no text; left out 1 of 1 files \(100\.0%\): 1 empty \(as a\.txt\)$"),
         ("a.gz", b"no gzip", r"a\.gz cannot be decompressed, it is damaged or cut: Not a gzipped file"),
-        ("a.gz", gzip.compress(os.urandom(999))[:500], r"a\.gz cannot be decompressed, .* ended before"),
-        ("a.gz", gzip.compress(b"text " * 99)[:30] + b"\xff" * 30, r"a\.gz cannot be decompressed"),
+        ("a.gz", gzip.compress(os.urandom(999), mtime=0)[:500], r"a\.gz cannot be decompressed, .* ended before"),
+        ("a.gz", gzip.compress(b"text " * 99, mtime=0)[:30] + b"\xff" * 30, r"a\.gz cannot be decompressed"),
         ("a.zst", b"no zstd", r"a\.zst cannot be decompressed, it is damaged or cut: "),
         ("a.zst", zstd.compress(os.urandom(999))[:500], r"a\.zst cannot be decompressed, "),
-        ("a.jsonl.gz", gzip.compress(RECORDS * 99)[:-9], r"a\.jsonl\.gz cannot be decompressed"),
-        ("a.json.gz", gzip.compress(os.urandom(999))[:500], r"a\.json\.gz cannot be decompressed"),
+        ("a.jsonl.gz", gzip.compress(RECORDS * 99, mtime=0)[:-9], r"a\.jsonl\.gz cannot be decompressed"),
+        ("a.json.gz", gzip.compress(os.urandom(999), mtime=0)[:500], r"a\.json\.gz cannot be decompressed"),
         ("a.jsonl", RECORDS + b'{"text": "caf\xe9"}', r"a\.jsonl:3: not valid JSON: 'utf-8' codec"),
         ("a.jsonl", b"\n" + b"[" * 200_000, r"a\.jsonl:2: not valid JSON: nested too deeply"),
         ("a.jsonl", b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", r"a\.jsonl:1: not valid JSON: nested too"),
