@@ -46,6 +46,7 @@ from lightning_modules.callbacks import (
     PredictionFile,
     RunPages,
     RunReport,
+    StepLabels,
     StreamMixers,
     TokenThroughput,
     UnigramBaseline,
@@ -200,7 +201,7 @@ class DeepseekV41CLI(LightningCLI):
         if config.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
             # Not the rich one, which shows nothing useful in a log file.
             extra.append(TQDMProgressBar(refresh_rate=5))
-        kwargs["callbacks"] = [*callbacks, *extra]
+        kwargs["callbacks"] = [StepLabels(), *callbacks, *extra]
         return super().instantiate_trainer(**kwargs)
 
     def _parse_ckpt_path(self) -> None:

@@ -7,6 +7,7 @@ from lightning_modules.callbacks.interrupt import GracefulInterrupt
 from lightning_modules.callbacks.peak_memory import PeakMemory
 from lightning_modules.callbacks.predictions import PredictionFile
 from lightning_modules.callbacks.report import RunReport
+from lightning_modules.callbacks.run_clock import StepLabels
 from lightning_modules.callbacks.summary import PartSummary
 from lightning_modules.callbacks.throughput import TokenThroughput
 from lightning_modules.callbacks.update_ratio import UpdateRatio
@@ -31,6 +32,7 @@ __all__ = [
     "PredictionFile",
     "RunPages",
     "RunReport",
+    "StepLabels",
     "StreamMixers",
     "TokenThroughput",
     "UnigramBaseline",
