@@ -441,19 +441,22 @@ class DeepseekV41Task(L.LightningModule):
             "validated_at": self._validated_at,
         }
 
-    def _require_complete(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError if a checkpoint lacks what the trainer is about to restore; leave out what it is not."""
+    def _require_restorable(self, checkpoint: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint is of another function, or lacks what the trainer is about to restore; leave
+        out what it is not.
+        """
         trainer = self._trainer
         if trainer is None or trainer.ckpt_path is None:  # Lightning's load_from_checkpoint
+            checkpoint_rule.require_same_function(checkpoint, self._architecture())
             return
         path = Path(trainer.ckpt_path)
         file, sharded = plain_file(path), "state_dict" not in checkpoint and path.is_dir()
         require_weights(file, checkpoint, checkpoint_rule.KEY, with_tensors=not sharded)
+        checkpoint_rule.require_same_function(checkpoint, self._architecture())
         if trainer.state.fn != TrainerFn.FITTING:
             for key in TRAINING_KEYS:
                 checkpoint.pop(key, None)
             return
-        checkpoint_rule.require_same_function(checkpoint, self._architecture())
         groups = None
         if type(self).configure_optimizers is DeepseekV41Task.configure_optimizers:
             optimizer = trainer.optimizers[0] if trainer.optimizers else build_optimizer(self, self.optimizer_config)
@@ -464,11 +467,10 @@ class DeepseekV41Task(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse an incomplete checkpoint and one of another function; let the command line win elsewhere (see
-        `checkpoint_schema` and `checkpoint_rule`).
+        `checkpoint/schema.py` and `checkpoint/rule.py`).
         """
         self.configure_model()
-        self._require_complete(checkpoint)
-        checkpoint_rule.require_same_function(checkpoint, self._architecture())
+        self._require_restorable(checkpoint)
         self.tokens_seen = checkpoint[checkpoint_rule.KEY]["tokens_seen"]
         stored = checkpoint.get("hyper_parameters", {})
         for line in checkpoint_rule.differences(stored, dict(self.hparams)):

@@ -103,7 +103,7 @@ def next_commands(trainer: L.Trainer) -> list[tuple[str, str]]:
     commands = [
         ("validation loss", ["dsv41", "validate", "--ckpt_path", str(use)]),
         (purpose, resume),
-        ("weights for others", ["dsv41", "export", "--ckpt_path", str(use), "--output", f"{run.parent.name}-released"]),
+        ("weights for others", ["dsv41", "export", "--ckpt_path", str(use), "--output", str(run / "exported")]),
     ]
     return [(purpose, shlex.join(words)) for purpose, words in commands]
 

@@ -150,7 +150,9 @@ def require_moments(file: Path, states: list[dict[str, Any]], global_step: int) 
     """
     for index, optimizer in enumerate(states):
         key = f"optimizer_states.{index}.state"
-        if global_step > 0 and not optimizer["state"] and any(g["params"] for g in optimizer["param_groups"]):
+        # Plain SGD, say, has none; parameters that never had a gradient neither.
+        keeps = any(group["params"] and group.get("rule") in STATE_KEYS for group in optimizer["param_groups"])
+        if global_step > 0 and keeps and not optimizer["state"]:
             raise _refuse(file, key, f"that of an optimizer after {global_step} steps", optimizer["state"])
         for group in optimizer["param_groups"]:
             for member in group["params"]:

