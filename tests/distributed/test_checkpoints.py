@@ -76,7 +76,9 @@ def tensors(module: nn.Module, optimizer: Optimizer) -> Values:
 def save(strategy: EngramFSDPStrategy, path: Path) -> None:
     state = strategy.optimizer_state(strategy.optimizers[0])
     model = strategy.lightning_module_state_dict()
-    strategy.save_checkpoint({"state_dict": model, "optimizer_states": [state], "global_step": 2}, path)
+    strategy.save_checkpoint(
+        {"state_dict": model, "optimizer_states": [state], "global_step": 2, "pytorch-lightning_version": "2.6.6"}, path
+    )
 
 
 def load(strategy: EngramFSDPStrategy, path: Path) -> None:
