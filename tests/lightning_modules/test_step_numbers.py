@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from ranks import fork
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_modules.cli import DeepseekV41CLI, main
@@ -22,20 +22,17 @@ KILLED = 9
 OPTIONS = ("--trainer.max_steps", str(STEPS), "--checkpoint.every_n_steps", "1")
 
 
-def in_a_child(work: Callable[[], None]) -> int:
-    """Exit status of `work` in a fork of this process, which ends without any clearing up."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def ended(function: Callable[..., Any], **arguments: Any) -> int:
+    """Exit status of a function in a process that is forked from a clean one."""
+    (outcome,) = fork(function, None, **arguments)
+    return outcome.exit_code
 
 
-def fit_until(step: int, when: str, *args: str) -> None:
+def fit(words: list[str]) -> None:
+    main(["fit", *words])
+
+
+def fit_until(step: int, when: str, words: list[str]) -> None:
     """Train, and end at once before or after the checkpoint of `step` gets its name."""
     save = ModelCheckpoint._save_checkpoint
 
@@ -48,7 +45,7 @@ def fit_until(step: int, when: str, *args: str) -> None:
             os._exit(KILLED)
 
     ModelCheckpoint._save_checkpoint = fatal  # type: ignore[method-assign]
-    main(["fit", *args])
+    fit(words)
 
 
 def curves(run: Path) -> dict[str, list[int]]:
@@ -58,7 +55,6 @@ def curves(run: Path) -> dict[str, list[int]]:
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")  # the child makes no use of other threads
 @pytest.mark.parametrize(
     ("when", "kills", "accumulation"), [("after", (1, 2), 1), ("after", (1, 3), 2), ("before", (2, 3), 1)]
 )
@@ -69,9 +65,9 @@ def test_every_step_is_in_every_curve_once(
     options = [*nano_args, *OPTIONS, "--trainer.accumulate_grad_batches", str(accumulation)]
     resumed: tuple[str, ...] = ()
     for step in kills:
-        assert in_a_child(lambda step=step, resumed=resumed: fit_until(step, when, *options, *resumed)) == KILLED
+        assert ended(fit_until, step=step, when=when, words=[*options, *resumed]) == KILLED
         resumed = ("--ckpt_path", "last")
-    assert in_a_child(lambda: main(["fit", *options, *resumed])) == 0
+    assert ended(fit, words=[*options, *resumed]) == 0
     found = curves(tmp_path / "runs" / "nano" / "version_0")
     validated = list(range(STEPS)) if accumulation == 2 else [1, 3]
     assert {"train/loss", "val/loss"} <= found.keys()
