@@ -8,8 +8,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 
 from lightning_modules.checkpoint.callbacks import ends_with_this_batch
-
-_INTERVALS = ("val_check_batch", "check_val_every_n_epoch", "_val_check_time_interval")
+from lightning_modules.training.lightning_private import validate_after_each_batch
 
 
 class FinalValidation(Callback):
@@ -27,9 +26,7 @@ class FinalValidation(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         """Set the intervals to one batch."""
         if self._before is None and ends_with_this_batch(trainer):
-            self._before = {name: getattr(trainer, name) for name in _INTERVALS}
-            for name, value in zip(_INTERVALS, (1, None, None), strict=True):
-                setattr(trainer, name, value)
+            self._before = validate_after_each_batch(trainer)
 
     def _restore(self, trainer: L.Trainer) -> None:
         for name, value in (self._before or {}).items():

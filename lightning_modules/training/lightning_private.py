@@ -59,6 +59,19 @@ def validation_follows(trainer: L.Trainer) -> bool:
     return fetcher is not None and loop._should_check_val_fx(fetcher) and not loop.val_loop.skip
 
 
+def validate_after_each_batch(trainer: L.Trainer) -> dict[str, Any]:
+    """Set the validation intervals to one batch; returns the trainer's attributes before, by name."""
+    intervals: dict[str, Any] = {
+        "val_check_batch": 1,
+        "check_val_every_n_epoch": None,
+        "_val_check_time_interval": None,
+    }
+    before = {name: getattr(trainer, name) for name in intervals}
+    for name, value in intervals.items():
+        setattr(trainer, name, value)
+    return before
+
+
 def compute_dtype_of_plugin(trainer: L.Trainer) -> torch.dtype:
     """Dtype of the matrix products that the trainer's precision plugin asks for."""
     return _plugin_to_compute_dtype(trainer.precision_plugin)

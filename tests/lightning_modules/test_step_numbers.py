@@ -110,8 +110,15 @@ def points(cli: DeepseekV41CLI) -> Counter[tuple[str, int | None]]:
 def test_checkpoints_change_nothing_in_what_loggers_get(
     nano_cli: Callable[..., DeepseekV41CLI], interval: int, tmp_path: Path
 ) -> None:
-    options = ("--trainer.log_every_n_steps", str(interval), "--trainer.default_root_dir", str(tmp_path))
-    often, never = (points(nano_cli(*options, "--checkpoint.every_n_steps", every)) for every in ("1", "1000"))
+    often, never = (
+        points(
+            nano_cli(
+                *("--trainer.log_every_n_steps", str(interval), "--checkpoint.every_n_steps", every),
+                *("--trainer.default_root_dir", str(tmp_path / every)),
+            )
+        )
+        for every in ("1", "1000")
+    )
     assert often == never
     assert set(often.values()) == {1}
     assert {step for name, step in often if name == "train/loss"} == set(range(interval - 1, STEPS, interval))
