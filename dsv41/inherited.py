@@ -163,9 +163,11 @@ class InheritedMethods(PreTrainedModel):
             out = fn(tensor)
             if out.dtype == tensor.dtype:
                 return out
+            if not tensor.is_floating_point():
+                return tensor.to(out.device)
             if id(tensor) in buffers:
                 # Router biases: a float64 model has them wide, no cast makes them narrower than fp32.
-                return out if out.dtype in (torch.float32, torch.float64) else tensor.to(out.device)
+                return out if out.dtype in (torch.float32, torch.float64) else tensor.to(out.device, torch.float32)
             if out.dtype not in PARAMETER_DTYPES:
                 valid = ", ".join(str(kind).removeprefix("torch.") for kind in PARAMETER_DTYPES)
                 raise TypeError(f"dtype: parameters can be {valid}, not {str(out.dtype).removeprefix('torch.')}")

@@ -158,7 +158,7 @@ def without_sharing(config: DeepseekV41TextConfig) -> DeepseekV41TextConfig:
 
 
 def _stored_bytes(width: int, bits: int, group: int) -> int:
-    """Of a vector in a cache: its values, two to a byte if they have 4 bits, and a scale of a byte per group."""
+    """Bytes of a vector in a cache: values, two to a byte if they have 4 bits, and a scale of a byte per group."""
     return -(-width * bits // 8) + -(-width // group)
 
 

@@ -98,7 +98,7 @@ def require_buildable(
     Args:
         config: Of the model.
         trainer: Its devices.
-        vocab_size: In place of one that the tokenizer will say; None is 1.
+        vocab_size: In place of one that the tokenizer will say; None is the smallest possible.
         optimizer: Of a run that trains; None counts weights alone.
 
     Raises:
@@ -106,7 +106,9 @@ def require_buildable(
     """
     known = config
     if config.vocab_size is None:
-        known = DeepseekV41TextConfig(**(config.fields() | {"vocab_size": max(vocab_size or 1, 1)}))
+        known = DeepseekV41TextConfig(
+            **(config.fields() | {"vocab_size": max(vocab_size or 0, config.engram_pad_token_id + 1)})
+        )
     with torch.random.fork_rng(devices=[]):
         parameters = named_parameters(known)
     DeepseekV41Config(text_config=known)

@@ -458,7 +458,7 @@ class DeepseekV41Task(L.LightningModule):
                 checkpoint.pop(key, None)
             return
         groups = None
-        if type(self).configure_optimizers is DeepseekV41Task.configure_optimizers:
+        if getattr(self.configure_optimizers, "__func__", None) is DeepseekV41Task.configure_optimizers:
             optimizer = trainer.optimizers[0] if trainer.optimizers else build_optimizer(self, self.optimizer_config)
             groups = optimizer.param_groups
         data: Any = getattr(trainer, "datamodule", None)

@@ -91,7 +91,7 @@ def test_strategy_trains_the_default_configuration(strategy: Path, shared_cache:
         options += ["--trainer.devices", "1"]  # it says "auto", which on CPUs means nothing
     done = fit_elsewhere(options)
     assert ("MEMBER: 2/2" in done.stderr) == (strategy.stem == "fsdp_cpu2")
-    assert re.search(r"validation loss [56]\.\d+ nats per token", done.stderr)
+    assert re.search(r"validation loss\s+[56]\.\d+ nats per token", done.stderr)
 
 
 @pytest.mark.parametrize("file", STUDIES, ids=[path.stem for path in STUDIES])
@@ -111,7 +111,7 @@ def test_study_is_planned_and_its_last_variant_trains(file: Path, shared_cache: 
     if plan.runs[-1].config["model"]["backend"]["compile_engram"]:  # for the whole process, so in one of its own
         done = fit_elsewhere(options)
         assert "Engram gate compiled in" in done.stderr
-        assert re.search(r"validation loss [5-7]\.\d+ nats per token", done.stderr)
+        assert re.search(r"validation loss\s+[5-7]\.\d+ nats per token", done.stderr)
         return
     cli = get_cli(options, run=False)
     cli.trainer.fit(cli.model, cli.datamodule)

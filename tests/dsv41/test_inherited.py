@@ -231,6 +231,11 @@ def test_casts_keep_fp32_what_has_to_stay_so(tiny_model: Make, cast: str) -> Non
     narrow, dtype = CASTS[cast]
     narrow(model)
     expected.cast_parameters(dtype)
+    if dtype == torch.float64:  # router biases are as wide as the model, and never narrower than fp32
+        for module in expected.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.double())
     for kind in ("named_parameters", "named_buffers"):
         theirs = dict(getattr(expected, kind)())
         for name, value in getattr(model, kind)():

@@ -497,7 +497,7 @@ WARMING_UP = [
     ("options", "message"),
     [
         (["--model.indexer.warmup_steps", "3"], "indexer.warmup_steps: must be 0, got 3"),
-        (["--model.indexer.warmup_steps=-1"], "indexer.warmup_steps: must be at least 0, got -1"),
+        (["--model.indexer.warmup_steps=-1"], "indexer.warmup_steps: must be an integer of at least 0 and at most"),
         (["--model.indexer.warmup_steps", "1.5"], "model.indexer.warmup_steps"),
         (["--model.config.indexer", "thawed"], "indexer: must be one of"),
         (["--model.config.router_bias_update_rate=-0.1"], "router_bias_update_rate: must be a number of at least 0"),

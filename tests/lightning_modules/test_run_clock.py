@@ -132,7 +132,7 @@ def test_an_extended_run_has_the_curves_of_a_longer_one(
     main(["fit", *nano_args, *options, "--trainer.max_steps", "7", "--ckpt_path", "last"])
     main(["fit", *nano_args, *options, "--trainer.max_steps", "7"])
     runs = tmp_path / "runs" / "nano"
-    for tag in ("train/loss", "lr-GroupedOptimizer/decay", "update_ratio/total", "val/loss"):
+    for tag in ("train/loss", "train/lr/decay", "within/update_ratio/total", "val/loss"):
         assert curve(runs / "version_0", tag) == curve(runs / "version_1", tag), tag
 
 

@@ -197,7 +197,7 @@ def test_names_that_are_not_utf_8_are_read_and_have_a_split(tmp_path: Path) -> N
 
 def test_zstd_package_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.zst").write_bytes(b"any")
-    for module in ("compression", "backports"):
+    for module in ("compression.zstd", "backports.zstd"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"a\.zst needs backports\.zstd: pip install -e '\.\[zst\]'"):
         _read(tmp_path)

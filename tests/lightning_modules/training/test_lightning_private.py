@@ -16,6 +16,7 @@ OTHERS = {
     ("torch", "_dynamo"),
     ("os", "_exit"),
     ("schedule", "_last_lr"),  # torch's
+    ("parser", "_actions"),  # argparse's
     ("writer", "_get_file_writer"),  # tensorboard's
 }
 
