@@ -59,12 +59,13 @@ def test_every_dependency_bound_has_a_reason() -> None:
 
 
 def imports_of(tree: ast.AST) -> Iterator[str]:
-    """Absolute imports below a syntax tree and modules asked for by `find_spec`, as dotted names."""
+    """Absolute imports below a syntax tree and modules asked for by `find_spec` or `import_module`, as dotted names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):
-            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("find_spec", "import_module")):
+            parts = (part for argument in node.args for part in ast.walk(argument))
+            yield from (part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.module
 
