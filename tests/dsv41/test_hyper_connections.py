@@ -826,3 +826,19 @@ def test_a_block_keeps_the_dtypes_of_streams_and_coefficients(
     out, mix, *_ = block(x, random(1, 3, 4, seed=28).to(carried), AttentionState(), tokens)
     assert out.dtype == streams
     assert mix.dtype == carried
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4, 5])
+def test_a_new_site_reads_the_mean_of_its_streams(tiny_config: MakeConfig, streams: int) -> None:
+    """With coefficients that depend on the base alone, `pre` is 1 / C; a single stream has a sigmoid of zero."""
+    config = tiny_config(hidden_size=6, hc_mult=streams, hc_eps=1e-12).text_config
+    site = HyperConnection(config, BackendConfig()).double()
+    torch.nn.init.zeros_(site.scale)
+    carried = torch.full((1, 3, streams), 1 / streams, dtype=torch.float64)
+    _, pre, post, comb = site(random(1, 3, streams, 6, seed=31).double(), carried)
+    expected = 1 / streams if streams > 1 else 0.5
+    torch.testing.assert_close(pre, torch.full_like(pre, expected), atol=1e-7, rtol=0)
+    torch.testing.assert_close(post, torch.ones_like(post))
+    off = comb[..., 0, 1:] if streams > 1 else comb[..., :0]
+    assert (comb.diagonal(dim1=-2, dim2=-1) > 0.9).all()
+    assert (off > 0).all()

@@ -180,3 +180,15 @@ def test_a_second_backward_is_refused() -> None:
     (gradient,) = torch.autograd.grad(core(q, *tensors[1:], selection, live)[0].square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 17, 18, 19, 34])
+def test_a_window_of_any_size_sees_no_key_before_the_row(window: int) -> None:
+    """Also where a single position in front of the row falls into a block of queries."""
+    generator = torch.Generator().manual_seed(window)
+    q = torch.randn(2, 37, 2, 8, generator=generator, dtype=torch.float64)
+    kv = torch.randn(2, 37, 8, generator=generator, dtype=torch.float64)
+    sink, live = torch.tensor([0.3, -0.7], dtype=torch.float64), torch.ones(2, 37, dtype=torch.bool)
+    cores = (sparse_attention.IMPLEMENTATIONS[name] for name in ("sparse", "eager"))
+    ours, expected = (core(q, kv, None, sink, None, live, window, 0)[0] for core in cores)
+    torch.testing.assert_close(ours, expected, atol=1e-13, rtol=1e-12)
