@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# ruff: noqa: E402 - as a script, this file's folder would come first, and tests/lightning_modules stands in it
+sys.path[0] = str(Path(__file__).parents[1])
+
 import torch
 import yaml
 
