@@ -29,7 +29,7 @@ from jsonargparse import Namespace, get_loader, set_loader, set_parsing_settings
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import DoublePrecision
 
@@ -244,12 +244,6 @@ class DeepseekV41CLI(LightningCLI):
         load_only_what_is_asked_for(trainer)
         share_version(trainer)
         return trainer
-
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Without this project's checkpoints where none are wanted."""
-        if config.get("enable_checkpointing") is False:
-            callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
-        return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:
         """Not LightningCLI's: stored hyper-parameters do not override the command line."""

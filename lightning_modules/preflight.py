@@ -199,16 +199,6 @@ def require_options_of_trainer(options: dict[str, Any]) -> None:
     Raises:
         ValueError: Begins with the option.
     """
-    if options.get("barebones"):
-        raise ValueError(
-            "trainer.barebones: must be false, since it switches off the callbacks and numbers that every run has; for "
-            "little else than training: --trainer.logger false --trainer.enable_checkpointing false "
-            "--trainer.enable_progress_bar false"
-        )
-    callbacks = options.get("callbacks")
-    given = callbacks if isinstance(callbacks, list) else [callbacks]
-    if options.get("enable_checkpointing") is False and any(isinstance(one, ModelCheckpoint) for one in given):
-        raise ValueError("trainer.enable_checkpointing: must not be false with a ModelCheckpoint in trainer.callbacks")
     shares = options.get("val_check_interval")
     if options.get("check_val_every_n_epoch", 1) is None and isinstance(shares, float) and math.isfinite(shares):
         raise ValueError(

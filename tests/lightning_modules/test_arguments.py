@@ -130,7 +130,7 @@ def test_values_are_found_in_both_spellings() -> None:
 
 
 def test_every_path_option_is_expanded_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/users/me")
     monkeypatch.setenv("DATA", "/data")
     config = Namespace(
         data=Namespace(source=["~/a", "$DATA/b", "stdlib"], text_field="$DATA", cache_dir=None),
@@ -142,10 +142,10 @@ def test_every_path_option_is_expanded_and_nothing_else(tmp_path: Path, monkeypa
         model=Namespace(pretrained="$DATA/w"),
     )
     expand_paths(config)
-    assert config.data == Namespace(source=["/home/me/a", "/data/b", "stdlib"], text_field="$DATA", cache_dir=None)
-    assert config.trainer.default_root_dir == "/home/me"
+    assert config.data == Namespace(source=["/users/me/a", "/data/b", "stdlib"], text_field="$DATA", cache_dir=None)
+    assert config.trainer.default_root_dir == "/users/me"
     assert config.trainer.logger[0].init_args == Namespace(save_dir="/data/runs", name="~name")
-    assert config.trainer.callbacks[0].init_args == {"dirpath": "/home/me/c"}
+    assert config.trainer.callbacks[0].init_args == {"dirpath": "/users/me/c"}
     assert config.model.pretrained == "/data/w"
     assert {"save_dir", "source", "tokenizer", "ckpt_path"} <= PATH_OPTIONS
 
